@@ -82,7 +82,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "model of 1 MB, streamed": Attack(
         "/v1/completions",
-        lambda: _json({"prompt": "a", "model": "m" * 10**6, "stream": True, "max_tokens": 200}),
+        lambda: _json(
+            {"prompt": "a", "model": "default" * 10**6, "stream": True, "max_tokens": 200}
+        ),
     ),
     "a million texts to tokenize": Attack("/tokenize", lambda: _json({"prompt": ["a"] * 10**6})),
     "8 MiB of text to tokenize": Attack(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mamba_eagle.chat.family import CallForm, Family
-from mamba_eagle.chat.schema import Argument, arguments_of, types_of
+from mamba_eagle.chat.schema import Argument, arguments_of, closed, types_of
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import (
     Grammar,
@@ -27,12 +27,11 @@ from mamba_eagle.constrain.structural_tag import Tag, tagged_grammar
 
 Special = Mapping[str, int] | None
 MAX_CALLS = 32  # of one reply that must call: a weak model may find no end
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class CallableTool(NamedTuple):
-    """``schema`` None: it takes no arguments. ``strict``: its arguments fit the schema; otherwise
-    only their form is given."""
+    """``schema`` None: it takes no arguments. ``strict``: its arguments fit the schema, and none
+    come that it does not name; otherwise only their form is given."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -81,7 +80,7 @@ class CallGrammars:
 
         Raises: GrammarError whose path is one in the tool's schema
         """
-        schema = tool.schema or NO_ARGUMENTS
+        schema = closed(tool.schema or {})
         if self.form.arguments == "json":
             return json_schema_grammar(schema if tool.strict else {"type": "object"})
         if not tool.strict:

@@ -11,6 +11,8 @@ from mamba_eagle.core import shown
 MAX_REFERENCES = 8  # one behind the other
 # What says more of an object than each argument's own schema does.
 WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
+# What else says which properties there may be.
+OTHERS = ("additionalProperties", "unevaluatedProperties", "$ref")
 
 
 class Argument(NamedTuple):
@@ -44,6 +46,34 @@ def arguments_of(schema: Mapping[str, Any]) -> list[Argument]:
         Argument(name, standalone(value, schema), name in required)
         for name, value in properties.items()
     ]
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of arguments without those that it does not name: a weak model makes up more and
+    more of them. What says ``additionalProperties`` itself is left as it is, and so is what several
+    schemas describe together."""
+    if schema.get("type", "object") == "object":
+        schema = {"properties": {}, **schema}
+    made: dict[str, Any] = _closed(schema)
+    return made
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), Mapping):
+            made[key] = {name: _closed(value) for name, value in schema[key].items()}
+    if "items" in schema:
+        made["items"] = _closed(schema["items"])
+    named = schema.get("properties")
+    all_named = isinstance(named, Mapping) and all(
+        one in named for one in schema.get("required", ())
+    )
+    if all_named and not any(key in schema for key in (*WHOLE, *OTHERS)):
+        made["additionalProperties"] = False
+    return made
 
 
 def standalone(value: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,15 @@ class HttpSettings(Settings):
     reasoning_parser: str = setting(
         "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
     )
+    allow_unknown_fields: bool = setting(
+        False, "accept fields of requests that no route has, which then have no effect"
+    )
+    constrained_json_whitespace_pattern: str = setting(
+        "",
+        "regex of what may stand between the tokens of JSON, such as [ \\n]{0,20}, where the "
+        "request says nothing of it (default: a blank behind each comma and colon at most)",
+        may_be_empty=False,
+    )
     pooling_method: str = setting(
         "last",
         "what /v1/embeddings makes a vector of: the hidden state of the last token, or the mean of "

@@ -75,8 +75,8 @@ def json_schema_grammar(
 ) -> Grammar:
     """JSON that fits a schema, given as JSON text or decoded.
 
-    whitespace: a regex of what may stand between two JSON tokens; "": nothing may; None: at most
-    20 blanks, tabs and line ends, since a weak model may never leave unlimited ones.
+    whitespace: a regex of what may stand between any two JSON tokens; "": nothing may; None: one
+    blank behind each comma and colon, or none.
 
     Raises: GrammarError
     """

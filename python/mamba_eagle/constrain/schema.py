@@ -17,8 +17,8 @@ from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_GRAMMAR_CHARACTERS, MAX_SCHEMA_DEPTH
 
-# Between two JSON tokens. A bound, since a weak model may go on with blanks forever.
-WHITESPACE = r"[ \t\n\r]{1,20}"
+# One blank behind a comma and a colon at most: what a weak model pads is paid for in tokens.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 OPTIONS = "x-guidance"  # llguidance's own key in a schema: clients may not set it
 
 
@@ -40,11 +40,10 @@ def checked_schema(schema: str | Mapping[str, Any] | bool, whitespace: str | Non
             f"the schema has {len(text)} characters but may have at most {MAX_GRAMMAR_CHARACTERS}: "
             "shorten it"
         )
-    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if whitespace:
-        options["whitespace_pattern"] = whitespace
-    elif whitespace == "":
-        options = {"whitespace_flexible": False}
+    options: dict[str, Any] = COMPACT
+    if whitespace is not None:
+        free = {"whitespace_pattern": whitespace}
+        options = free if whitespace else {"whitespace_flexible": False}
     rest = {key: value for key, value in decoded.items() if key != OPTIONS}
     return json.dumps({**rest, OPTIONS: options}, ensure_ascii=False)
 

@@ -296,10 +296,7 @@ async def model(request: Request, name: str) -> Response:
     state = server_state(request)
     if name in state.adapters:
         return json_response(_adapter_card(state, name))
-    if name != state.model_name:
-        raise RequestError(
-            f"model = {shown(name)}: this server has {shown(state.model_name)}", 404, "model"
-        )
+    state.check_model(name)
     return json_response(_model_card(state))
 
 

@@ -60,7 +60,9 @@ class ServerState:
         config = self.config
         pp_size = config.num_ranks // config.tp_size
         self.recorder.split({"tp": config.tp_size, "pp": pp_size, "nodes": config.nnodes})
-        self.bodies = Bodies(self.config.max_body_size * 2**20, self.config.request_timeout)
+        self.bodies = Bodies(
+            config.max_body_size * 2**20, config.request_timeout, config.allow_unknown_fields
+        )
 
     @property
     def model_name(self) -> str:
@@ -75,7 +77,11 @@ class ServerState:
         return self.manager.engine.context_length
 
     def adapter_of(self, model: str) -> str:
-        """The adapter that a request names as its model; "": any other name means the model."""
+        """The adapter that a request names as its model; "" for the model itself.
+
+        Raises: RequestError 404
+        """
+        self.check_model(model)
         return model if model in self.adapters else ""
 
     @property
@@ -98,7 +104,11 @@ class ServerState:
 
     @cached_property
     def grammars(self) -> Grammars:
-        return Grammars(self.manager.tokenizer, self.judge)
+        return Grammars(
+            self.manager.tokenizer,
+            self.judge,
+            self.config.constrained_json_whitespace_pattern or None,
+        )
 
     @cached_property
     def infill(self) -> Infill | None:
@@ -146,6 +156,15 @@ class ServerState:
         Raises: RequestError
         """
         return await self.bodies.read(request, lambda values: read(model, values), MAX_CONTROL_BODY)
+
+    def check_model(self, name: str) -> None:
+        """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""
+        own = ("", "default", self.model_name, self.config.model_path)
+        if name not in own and name not in self.adapters:
+            remedy = f"this server has {shown(self.model_name)}"
+            if self.adapters:
+                remedy += f" and the adapters {shown(sorted(self.adapters))}"
+            raise RequestError(f"model = {shown(name)}: {remedy}", 404, "model")
 
     def limit_samples(self, num_prompts: int, samples: int) -> None:
         """Raises: RequestError 400 for more than the server ever holds."""

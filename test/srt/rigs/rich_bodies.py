@@ -54,7 +54,7 @@ CHAT_SAMPLING = {
 }
 FORM = {"type": "json_schema", "name": "n", "schema": SCHEMA}
 ANTHROPIC: dict[str, Any] = {
-    "model": "m",
+    "model": "default",
     "system": [{"type": "text", "text": "s"}],
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
@@ -122,7 +122,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
             "logprobs": 2,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "model": "m",
+            "model": "default",
             "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
             **SAMPLING,
             **SERVED,
@@ -149,7 +149,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
             "top_logprobs": 2,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "model": "m",
+            "model": "default",
             "thinking_budget": 5,
             "separate_reasoning": True,
             "enable_thinking": True,
@@ -193,7 +193,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
             "parallel_tool_calls": True,
             "include": ["reasoning.encrypted_content"],
             "truncation": "disabled",
-            "model": "m",
+            "model": "default",
             "stream": True,
             "thinking_budget": 5,
             "enable_thinking": True,
@@ -245,7 +245,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
             "temperature": 0.5,
             "item_first": True,
             "return_token_logprobs": True,
-            "model": "m",
+            "model": "default",
             "rid": "s1",
             **SERVED,
         },
@@ -257,7 +257,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
             "input": ["a", "b"],
             "encoding_format": "float",
             "normalize": False,
-            "model": "m",
+            "model": "default",
             "rid": "e1",
             **SERVED,
             "checkpoint": [],

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_PROFILED_STEPS
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
@@ -26,7 +26,7 @@ class ProfileBody(Body):
 
     num_steps: Annotated[int, STEPS] = says("steps of the runner", 20)
 
-    REFUSED = {"output_dir": "the server chooses a folder (TMPDIR says where): leave it out"}
+    REFUSED = known.PROFILE
 
 
 router = APIRouter()

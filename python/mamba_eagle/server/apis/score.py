@@ -18,9 +18,8 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
 from mamba_eagle.message import CacheHints
-from mamba_eagle.server.apis.openai.chat_body import NOT_HERE
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.model import Flag, needs, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
@@ -29,12 +28,6 @@ from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest
 
-# Of other servers' routes of this name: they need a model that was trained to compare or classify.
-REFUSED = (
-    *("text_1", "text_2", "queries", "documents"),
-    *("query_embed_overrides", "item_embed_overrides", "embed_override_token_id"),
-    *("score_extraction_token", "return_pooled_hidden_states"),
-)
 ITEMS = kinds.untouched(
     kinds.any_of(kinds.STRING, kinds.list_of(kinds.STRING), kinds.list_of(kinds.IDS)),
     "must be a string, a list of strings or lists of token ids",
@@ -57,7 +50,7 @@ class ScoreBody(Named):
     temperature: Annotated[float, TEMPERATURE] = says("of apply_softmax", 1.0)
     return_token_logprobs: Flag = says("the labels' logprobs as well", False)
 
-    REFUSED = dict.fromkeys(REFUSED, NOT_HERE)
+    REFUSED = known.SCORE
 
 
 router = APIRouter()

@@ -24,6 +24,8 @@ TOKENS = kinds.untouched(kinds.ID_LISTS, "must be token ids, or a list of such")
 class TokenizeBody(Rendered):
     """prompt or messages."""
 
+    HARMLESS = frozenset(("model",))
+
     prompt: Annotated[list[str] | None, TEXTS] = says("a text, or a list of texts")
     text: Annotated[list[str] | None, TEXTS] = says("as prompt")
     add_special_tokens: Flag | None = says("as the tokenizer adds them; of messages not")
@@ -31,6 +33,8 @@ class TokenizeBody(Rendered):
 
 class DetokenizeBody(Body):
     """Token ids."""
+
+    HARMLESS = frozenset(("model",))  # one tokenizer is served
 
     tokens: Annotated[Any, TOKENS] = needs("token ids, or a list of such")
     skip_special_tokens: Flag = says("leave special tokens out of the text", True)

@@ -24,7 +24,6 @@ from mamba_eagle.constrain.grammar import (
     Grammar,
     choice_grammar,
     ebnf_grammar,
-    json_object_grammar,
     json_schema_grammar,
     regex_grammar,
 )
@@ -33,7 +32,7 @@ from mamba_eagle.constrain.trials import Verdict
 from mamba_eagle.constrain.vocabulary import NoVocabulary, special_tokens
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammar_trials import Judge
 from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
 from mamba_eagle.server.bodies.model import Body, Flag, Text, says
@@ -52,7 +51,6 @@ REMEMBERED = 256  # grammars whose verdict is kept, with their texts
 ANY_OBJECT = "$$ANY$$"  # how SGLang's clients ask json_schema for any object
 
 ANY_SCHEMA = kinds.any_of({"type": "object"}, kinds.STRING, {"type": "boolean"})
-UNKNOWN = {"stop_regex": "is not available in this server; leave the field out"}
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 RESPONSE_FORMAT = kinds.Kind(
     kinds.OBJECT.convert,
@@ -83,13 +81,11 @@ class Structured(Body):
     grammar: Annotated[Any, TEXT_VALUE] = says("as ebnf")
     json_object: Flag = says("any JSON object", False)
     structural_tag: Annotated[Any, TAG_VALUE] = says("as structural_tag")
-    whitespace_pattern: Text | None = says("of json: between its tokens")
+    whitespace_pattern: Text | None = says("as guided_whitespace_pattern")
     disable_any_whitespace: Flag = says("of json: none between its tokens", False)
 
-    REFUSED = {
-        "disable_additional_properties": "is not available: write additionalProperties: false in "
-        "the schema"
-    }
+    REFUSED = known.STRUCTURED
+    HARMLESS = frozenset(("disable_fallback",))
 
 
 class Constrained(Body):
@@ -104,10 +100,13 @@ class Constrained(Body):
     guided_regex: Annotated[Any, TEXT_VALUE] = says("as regex")
     guided_choice: Annotated[Any, CHOICES_VALUE] = says("as choice")
     guided_grammar: Annotated[Any, TEXT_VALUE] = says("as ebnf")
-    guided_whitespace_pattern: Text | None = says("of guided_json: between its tokens")
+    guided_whitespace_pattern: Text | None = says(
+        'of JSON: a regex of what may stand between its tokens; "": nothing; without it a blank '
+        "behind each comma and colon at most, or what `--constrained-json-whitespace-pattern` says"
+    )
     structured_outputs: Structured | None = says("vLLM's: one of them")
 
-    REFUSED = UNKNOWN
+    HARMLESS = known.GUIDED_HARMLESS
 
 
 class Formatted(Constrained):
@@ -133,8 +132,11 @@ class Untried(Exception):
 class Grammars:
     """What the model's vocabulary says of grammars. ``check`` is called from several threads."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, judge: Judge) -> None:
-        self._tokenizer, self._judge = tokenizer, judge
+    def __init__(
+        self, tokenizer: TextTokenizer | None, judge: Judge, whitespace: str | None = None
+    ) -> None:
+        """whitespace: of schemas whose request says nothing of it, as in ``json_schema_grammar``"""
+        self._tokenizer, self._judge, self.whitespace = tokenizer, judge, whitespace
         self._known: OrderedDict[str, Verdict] = OrderedDict()  # by name, the latest at the end
         self._lock = Lock()
 
@@ -197,7 +199,6 @@ class _Asked(NamedTuple):
     path: str
     kind: str
     value: Any
-    whitespace: str | None = None  # for schemas
 
 
 class Constraint(NamedTuple):
@@ -231,8 +232,9 @@ def read_constraint(body: Constrained, grammars: Grammars, where: str = "") -> C
         names = " and ".join(asked.path for asked in found[:2])
         raise RequestError(f"{names}: two constraints at once; send one", param=found[1].path)
     (asked,) = found
+    form = _Form(grammars, asked.path, _whitespace(body, grammars))
     try:
-        grammar = _grammar(asked, grammars)
+        grammar = _MAKERS[asked.kind](asked.value, form)
     except GrammarError as error:
         what = "" if error.path else f" = {shown(asked.value)}"
         raise refusal(asked.path + what, error.path, str(error), asked.path) from None
@@ -256,14 +258,22 @@ def _own(body: Constrained, where: str) -> Iterator[_Asked]:
             yield _Asked(where + name, name, getattr(body, name))
     for name, kind in GUIDED.items():
         if getattr(body, name) is not None:
-            whitespace = body.guided_whitespace_pattern
-            yield _Asked(where + name, kind, getattr(body, name), whitespace)
+            yield _Asked(where + name, kind, getattr(body, name))
+
+
+def _whitespace(body: Constrained, grammars: Grammars) -> str | None:
+    """In JSON: the inner field of vLLM's counts before the older one, and that before the flag."""
+    inner = body.structured_outputs
+    if inner is not None and inner.disable_any_whitespace:
+        return ""
+    given = inner.whitespace_pattern if inner is not None else None
+    given = body.guided_whitespace_pattern if given is None else given
+    return grammars.whitespace if given is None else given
 
 
 def _structured(inner: Structured | None, where: str) -> Iterator[_Asked]:
     if inner is None:
         return
-    whitespace = "" if inner.disable_any_whitespace else inner.whitespace_pattern
     for name, kind, value in (
         ("json", "json_schema", inner.json_),
         ("regex", "regex", inner.regex),
@@ -273,7 +283,7 @@ def _structured(inner: Structured | None, where: str) -> Iterator[_Asked]:
         ("structural_tag", "structural_tag", inner.structural_tag),
     ):
         if value is not None:
-            yield _Asked(f"{where}structured_outputs.{name}", kind, value, whitespace)
+            yield _Asked(f"{where}structured_outputs.{name}", kind, value)
 
 
 def _response_format(asked: Mapping[str, Any]) -> Iterator[_Asked]:
@@ -300,53 +310,54 @@ def _response_format(asked: Mapping[str, Any]) -> Iterator[_Asked]:
 # ── from values to grammars ──────────────────────────────────────────────────────────────────
 
 
-def _grammar(asked: _Asked, grammars: Grammars) -> Grammar:
-    """Raises: GrammarError"""
-    return _MAKERS[asked.kind](asked, grammars)
+class _Form(NamedTuple):
+    grammars: Grammars
+    path: str
+    whitespace: str | None
 
 
-def _regex(asked: _Asked, grammars: Grammars) -> Grammar:
-    return regex_grammar(_string(asked.value))
+def _regex(value: Any, form: _Form) -> Grammar:
+    return regex_grammar(_string(value))
 
 
-def _ebnf(asked: _Asked, grammars: Grammars) -> Grammar:
-    return ebnf_grammar(_string(asked.value))
+def _ebnf(value: Any, form: _Form) -> Grammar:
+    return ebnf_grammar(_string(value))
 
 
-def _json_schema(asked: _Asked, grammars: Grammars) -> Grammar:
-    if asked.value == ANY_OBJECT:
-        return json_object_grammar()
-    if isinstance(asked.value, str):
-        _string(asked.value)
-    made = json_schema_grammar(asked.value, asked.whitespace)
+def _json_schema(value: Any, form: _Form) -> Grammar:
+    if value == ANY_OBJECT:
+        return _json_object(value, form)
+    if isinstance(value, str):
+        _string(value)
+    made = json_schema_grammar(value, form.whitespace)
     if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
         try:
-            json.dumps(asked.value, allow_nan=False)
+            json.dumps(value, allow_nan=False)
         except ValueError:
             raise GrammarError("its numbers must be finite") from None
     if kinds.as_text(made.body) is None:
-        refuse_half_pairs({asked.path: asked.value})
+        refuse_half_pairs({form.path: value})
     return made
 
 
-def _json_object(asked: _Asked, grammars: Grammars) -> Grammar:
-    return json_schema_grammar({"type": "object"}, asked.whitespace)
+def _json_object(value: Any, form: _Form) -> Grammar:
+    return json_schema_grammar({"type": "object"}, form.whitespace)
 
 
-def _choice(asked: _Asked, grammars: Grammars) -> Grammar:
-    if isinstance(asked.value, list) and len(asked.value) > MAX_CHOICES:
-        raise GrammarError(f"{len(asked.value)} choices are more than the limit of {MAX_CHOICES}")
-    choices = kinds.all_of(asked.value, kinds.as_text)
+def _choice(value: Any, form: _Form) -> Grammar:
+    if isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise GrammarError(f"{len(value)} choices are more than the limit of {MAX_CHOICES}")
+    choices = kinds.all_of(value, kinds.as_text)
     if choices is None:
         raise GrammarError("must be a list of strings")
     return choice_grammar(choices)
 
 
-def _structural_tag(asked: _Asked, grammars: Grammars) -> Grammar:
-    return structural_tag_grammar(asked.value, grammars.special())
+def _structural_tag(value: Any, form: _Form) -> Grammar:
+    return structural_tag_grammar(value, form.grammars.special())
 
 
-_MAKERS: dict[str, Callable[[_Asked, Grammars], Grammar]] = {
+_MAKERS: dict[str, Callable[[Any, _Form], Grammar]] = {
     "regex": _regex,
     "ebnf": _ebnf,
     "json_schema": _json_schema,

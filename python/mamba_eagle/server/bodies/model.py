@@ -1,23 +1,28 @@
 """Bodies as pydantic models: each is declared once, and read, refused, given its defaults and
 described (/openapi.json, docs/http.md) by that declaration.
 
-Clients differ: null means absent, unknown keys are ignored, and a whole float is an integer.
+Clients differ: null means absent, and a whole float is an integer. What no body declares
+is refused, unless ``known`` lists it as harmless or the server accepts any (``accepts_unknown``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Schema
 from mamba_eagle.server.errors import RequestError
 
+# --allow-unknown-fields, where a body is being read
+accepts_unknown: ContextVar[bool] = ContextVar("accepts_unknown", default=False)
 Text = Annotated[str, kinds.TEXT]  # what tokenizers and replies can take
 Integer = Annotated[int, kinds.INTEGER_KIND]
 Number = Annotated[float, kinds.NUMBER]
@@ -45,29 +50,59 @@ class Body(BaseModel):
     """A body, or an object within one."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    REFUSED: ClassVar[Mapping[str, str]] = {}  # fields of other servers, and what to do instead
+    # of other servers' fields, with those of the classes above: what to do instead, or nothing
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    FIELDS: ClassVar[frozenset[str]] = frozenset()  # as clients call them
     NEEDED: ClassVar[frozenset[str]] = frozenset()  # where null is wrong
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         fields = cls.model_fields.items()
         cls.NEEDED = frozenset(name for name, field in fields if field.is_required())
-        cls.REFUSED = {
-            name: remedy
-            for base in reversed(cls.__mro__)
-            for name, remedy in getattr(base, "REFUSED", {}).items()
-        }
+        cls.FIELDS = frozenset(field.alias or name for name, field in fields)
+        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Body)]
+        merged = {name: remedy for base in bases for name, remedy in base.REFUSED.items()}
+        cls.REFUSED = {name: merged[name] for name in merged.keys() - cls.FIELDS}
+        cls.HARMLESS = frozenset().union(*(base.HARMLESS for base in bases)) - cls.FIELDS
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        for name, remedy in cls.REFUSED.items():
-            if values.get(name) not in (None, [], {}, "", 0):
+        for name in filter(cls.REFUSED.__contains__, values):
+            remedy = cls.REFUSED[name]
+            if values[name] not in known.neutral(name, remedy):
                 raise _Refused(name, values[name], remedy)
+        if not accepts_unknown.get():
+            cls._refuse_unknown(values)
         needed = cls.NEEDED
         return {k: value for k, value in values.items() if value is not None or k in needed}
+
+    @classmethod
+    def _refuse_unknown(cls, values: dict[str, Any]) -> None:
+        known_ones = cls.FIELDS | cls.HARMLESS | cls.REFUSED.keys()
+        for name in values:
+            if name not in known_ones and values[name] is not None:
+                # a name may be as long as the body, and no valid text
+                short = name[:64].encode("ascii", "backslashreplace").decode()
+                near = get_close_matches(short, cls.FIELDS, 1)
+                mean = f"did you mean {near[0]}? " if near else ""
+                raise _Refused(
+                    short,
+                    values[name],
+                    f"is not a field here: {mean}leave it out, or start the "
+                    "server with --allow-unknown-fields",
+                )
+
+
+class Content(Body):
+    """A part of a conversation, or a tool: clients send back what other servers added to it."""
+
+    @classmethod
+    def _refuse_unknown(cls, values: dict[str, Any]) -> None:
+        pass
 
 
 Model = TypeVar("Model", bound=Body)

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY, MAX_TIMEOUT
 from mamba_eagle.server.bodies.grammars import Untried
+from mamba_eagle.server.bodies.model import accepts_unknown
 from mamba_eagle.server.bodies.threads import BodyThreads
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.disconnect import unless_gone
@@ -35,8 +36,11 @@ class Bodies:
     timeout: seconds that trying the grammar of a body may take if it does not say; 0: no limit.
     """
 
-    def __init__(self, max_size: int, timeout: float = 0.0) -> None:
+    def __init__(
+        self, max_size: int, timeout: float = 0.0, allow_unknown_fields: bool = False
+    ) -> None:
         self.max_size, self.timeout = max_size, timeout
+        self.allow_unknown_fields = allow_unknown_fields
         self.capacity = max(MAX_BODIES_IN_MEMORY, 2 * max_size)
         self.held = 0  # bytes of the bodies that are being received or read
         self.threads = BodyThreads()
@@ -62,6 +66,7 @@ class Bodies:
             def read() -> T:
                 values = decode_object(body)
                 timeouts[1:] = [values.get("timeout")]
+                accepts_unknown.set(self.allow_unknown_fields)
                 return understand(values)
 
             while True:

@@ -19,7 +19,7 @@ from mamba_eagle.limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError
 
@@ -112,6 +112,8 @@ def with_parameters(*but: str) -> Callable[[type[M]], type[M]]:
 
 class Sampled(Body):
     """Of all routes that sample."""
+
+    REFUSED = known.SAMPLING
 
     n: Samples = says("samples of each prompt", 1)
     sampling_seed: Annotated[int | None, SEED] = says("as seed")

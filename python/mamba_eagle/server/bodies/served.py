@@ -15,7 +15,7 @@ from mamba_eagle.limits import (
     MAX_TIMEOUT,
 )
 from mamba_eagle.message import CacheHints
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError
 
@@ -30,6 +30,9 @@ ModelName = Annotated[str, kinds.short(MAX_MODEL_LENGTH)]
 
 
 class Served(Body):
+    REFUSED = known.REFUSED
+    HARMLESS = known.HARMLESS
+
     timeout: Annotated[float, TIMEOUT] = says(
         "seconds from arrival to the end; the server's `--request-timeout` may be shorter", 0.0
     )
@@ -78,7 +81,5 @@ class Served(Body):
 class Named(Served):
     """Of all routes that run prompts but /generate, whose prompts may have names of their own."""
 
-    model: ModelName = says(
-        "the name of a loaded adapter; any other means the model, and is repeated", ""
-    )
+    model: ModelName = says("the served name, an adapter's or default; another is 404", "")
     rid: Name = says("a name for `/abort_request` and logs", "")

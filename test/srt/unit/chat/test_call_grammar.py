@@ -15,7 +15,7 @@ from chat_rig import NAMES, TOOLS, tool
 from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars
 from mamba_eagle.chat.family import FAMILIES, Tags, read_family
 from mamba_eagle.chat.parse import FamilyParser, ToolCall
-from mamba_eagle.chat.schema import readable_tools
+from mamba_eagle.chat.schema import closed, readable_tools
 from mamba_eagle.chat.thinking import Budget, thinking_first, token_set
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import Grammar, text_grammar
@@ -108,6 +108,29 @@ def test_what_begins_like_a_call_is_one(family: str, vocabulary: Vocabulary) -> 
     assert EOS in allowed(vocabulary, matcher)
     tokens = vocabulary.tokens.tokenize_str(makers.opening() + "oops")
     assert matcher.try_consume_tokens(tokens) < len(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_call_has_no_arguments_that_its_schema_does_not_name(
+    family: str, vocabulary: Vocabulary
+) -> None:
+    """Schemas of clients seldom say additionalProperties: false, and there is no end then."""
+    pair = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"pair": pair, "list": {"items": pair}}}
+    grammar = CallGrammars(read_family(family)).forced([CallableTool("weather", schema)], False)
+    rng = random.Random(5)
+    texts = [text for _ in range(8) if (text := walk(vocabulary, grammar, rng)) is not None]
+    assert texts
+    for call in (call for text in texts for call in calls_in(family, text)):
+        given = json.loads(call.arguments)
+        assert set(given) <= {"pair", "list"} and set(given.get("pair", ())) <= {"x"}
+
+
+def test_what_a_schema_says_of_other_properties_stays() -> None:
+    schema = {"properties": {"a": {"type": "object", "properties": {}, "allOf": [{}]}}}
+    assert closed(schema)["properties"] == schema["properties"]
+    for other in ({"additionalProperties": {"type": "integer"}}, {"required": ["b"]}):
+        assert closed({"properties": {}, **other}) == {"properties": {}, **other}
 
 
 def test_a_tool_that_is_not_strict_has_any_arguments(vocabulary: Vocabulary) -> None:

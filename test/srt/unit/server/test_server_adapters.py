@@ -34,7 +34,7 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_its_name() -> None:
                 ("/v1/completions", {"prompt": "hello", "model": "sums"}),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}],
                                           "model": "sums"}),
-                ("/v1/completions", {"prompt": "hello", "model": "of any name"}),
+                ("/v1/completions", {"prompt": "hello", "model": "default"}),
                 ("/generate", {"text": "hello", "lora_path": "first"}),
                 ("/generate", {"text": ["a", "b"], "lora_path": ["sums", None]}),
                 ("/generate", {"text": "hello"}),

@@ -85,7 +85,7 @@ def comparable(message: dict[str, Any]) -> dict[str, Any]:
 def test_a_stream_says_what_the_whole_reply_says(chunk: int) -> None:
     async def test() -> None:
         async with chatting(ends(TEXT), chunk=chunk) as server:
-            asked = {"model": "m", "max_tokens": 500, "messages": [USER], "tools": [TOOL]}
+            asked = {"model": "tiny", "max_tokens": 500, "messages": [USER], "tools": [TOOL]}
             whole = (await server.post(PATH, **asked)).json()
             streamed = message_of(events_of(await server.post(PATH, **asked, stream=True)))
             assert comparable(whole) == comparable(streamed)
@@ -102,7 +102,7 @@ def test_a_stream_says_what_the_whole_reply_says(chunk: int) -> None:
                 "cache_read_input_tokens": 1,
                 "output_tokens": len(TEXT) + 1,
             }
-            assert whole["id"].startswith("msg_") and whole["model"] == "m"
+            assert whole["id"].startswith("msg_") and whole["model"] == "tiny"
 
     run(test())
 

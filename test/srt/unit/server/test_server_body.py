@@ -166,7 +166,7 @@ def test_bad_bodies_of_other_routes(path: str, body: dict[str, Any], parts: list
     run(test())
 
 
-def test_null_means_default_and_unknown_keys_are_ignored() -> None:
+def test_null_and_what_asks_for_nothing_mean_default() -> None:
     async def test() -> None:
         nulls = ["regex", "json_schema", "stop", "temperature", "n", "stop_token_ids", "logit_bias"]
         body = {

@@ -55,7 +55,17 @@ def takes(grammar: str, text: str) -> bool:
 # (parameters, texts that fit, texts that do not); the same in sampling_params and on OpenAI routes
 SPELLINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": "a/b[/]\\d\n"}, ["a/b/7\n"], ["a/b/7", "x"]),
-    ({"json_schema": SCHEMA}, ['{"a":1}', '{ "a": 1 }'], ["{}", '{"a":"x"}', "1"]),
+    ({"json_schema": SCHEMA}, ['{"a":1}', '{"a": 1}'], ["{}", '{"a":"x"}', "1", '{ "a":1}']),
+    (
+        {"json_schema": SCHEMA, "guided_whitespace_pattern": "[ \n]*"},
+        ['{\n "a" : 1 }'],
+        ['{\t"a":1}'],
+    ),
+    (
+        {"json_schema": "$$ANY$$"},
+        ['{"x": [1, 2]}'],
+        ['{"x":  [1]}', '{"x": [1 ]}', '{"x": [1,\n2]}'],
+    ),
     ({"json_schema": json.dumps(SCHEMA)}, ['{"a":1}'], ["{}"]),
     ({"json_schema": "$$ANY$$"}, ["{}", '{"x":[1]}'], ["[]", "1"]),
     ({"json_schema": True}, ["1", "[]", '"x"'], ["x"]),

@@ -358,13 +358,17 @@ def test_engine_death_mid_stream_is_an_event() -> None:
     run(test())
 
 
+def prompt_of(path: str, text: str) -> dict[str, str]:
+    return {"text" if "generate" in path else "prompt": text}
+
+
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_has_its_status(path: str, stream: bool) -> None:
     async def test() -> None:
         reason = FinishReason("abort", message="too long for the pool", failure=Failure.REFUSED)
         async with serving(lambda request: ([], reason)) as server:
-            reply = await server.post(path, text="x", prompt="x", stream=stream)
+            reply = await server.post(path, **prompt_of(path, "x"), stream=stream)
             assert reply.status_code == 400
             assert reply.json()["error"]["message"] == "too long for the pool"
 
@@ -532,7 +536,7 @@ def test_a_trailing_slash_makes_no_difference() -> None:
             for path in ("/v1/models/", "/health/", "/v1/models/tiny/", "/model_info//"):
                 assert (await server.client.get(path)).status_code == 200, path
             for path in ("/generate/", "/v1/completions/"):
-                reply = await server.post(path, text="a", prompt="a")
+                reply = await server.post(path, **prompt_of(path, "a"))
                 assert reply.status_code == 200, path
             assert (await server.client.get("/nowhere/")).status_code == 404
 
@@ -648,7 +652,7 @@ def test_no_error_shows_another_clients_name(value: str | None) -> None:
 def test_completions() -> None:
     async def test() -> None:
         async with serving(says("abc END d"), chunk=2) as server:
-            body = {"model": "m", "prompt": "xy", "stop": "END", "n": 2, "max_tokens": 50}
+            body = {"model": "tiny", "prompt": "xy", "stop": "END", "n": 2, "max_tokens": 50}
             reply = (await server.post("/v1/completions", **body)).json()
             assert [choice["text"] for choice in reply["choices"]] == ["abc ", "abc "]
             assert reply["choices"][1]["index"] == 1
@@ -672,7 +676,8 @@ def test_usage_may_come_with_every_chunk(path: str) -> None:
         async with serving(says("abc")) as server:
             body: dict[str, Any] = {"max_tokens": 3, "n": 2, "prompt": "hi"}
             if "chat" in path:
-                body = {**body, "messages": [{"role": "user", "content": "hi"}]}
+                messages = [{"role": "user", "content": body.pop("prompt")}]
+                body = {**body, "messages": messages}
             whole = (await server.post(path, **body)).json()["usage"]
             options = {"include_usage": True, "continuous_usage_stats": True}
             *chunks, last = await server.events(path, **body, stream_options=options)
@@ -747,7 +752,8 @@ def test_an_aborted_answer_is_no_answer(path: str, stream: bool) -> None:
         async with serving(LONG, **ROOM) as server:
             server.engine.pause = 0.02
             messages = [{"role": "user", "content": "a"}]
-            body = {"prompt": "a", "messages": messages, "max_tokens": 9000, "stream": stream}
+            asked = {"messages": messages} if "chat" in path else {"prompt": "a"}
+            body = {**asked, "max_tokens": 9000, "stream": stream}
             task = asyncio.ensure_future(server.post(path, **body, rid="mine"))
             while not any(sample.output_ids for sample in server.manager._live.named(None)):
                 await asyncio.sleep(0.005)
@@ -782,8 +788,9 @@ def test_logprobs_in_pieces_are_those_of_the_whole(path: str) -> None:
     async def test() -> None:
         async with serving(says("abcdefgh" * 3), chunk=2) as server:
             asked = {"logprobs": 2} if "chat" not in path else {"logprobs": True, "top_logprobs": 2}
-            body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 24}
-            body |= {**asked, "n": 2, "return_meta_info": True}
+            messages = [{"role": "user", "content": "x"}]
+            body = {"messages": messages} if "chat" in path else {"prompt": "x"}
+            body |= {"max_tokens": 24, **asked, "n": 2, "return_meta_info": True}
             whole = (await server.post(path, **body)).json()["choices"]
             events = await server.events(path, **body)
             for index in (0, 1):

@@ -80,7 +80,7 @@ def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_stream_says_what_the_whole_reply_says(chunk: int) -> None:
     async def test() -> None:
         async with chatting(ends(TEXT), chunk=chunk) as server:
-            asked = {"model": "m", "input": "Hi", "tools": [TOOL], "instructions": "S"}
+            asked = {"model": "tiny", "input": "Hi", "tools": [TOOL], "instructions": "S"}
             whole = (await server.post(PATH, **asked)).json()
             events = events_of(await server.post(PATH, **asked, stream=True))
             names = [event["type"] for event in events]

@@ -26,9 +26,9 @@ def nothing(request: Generate) -> Any:
 def test_every_label_is_a_prompt_that_generates_nothing() -> None:
     async def test() -> None:
         async with serving(nothing) as server:
-            body = {"query": "ab", "items": ["c", "de"], "label_token_ids": LABELS, "model": "m"}
+            body = {"query": "ab", "items": ["c", "de"], "label_token_ids": LABELS, "model": "tiny"}
             reply = (await server.post(PATH, **body, return_token_logprobs=True)).json()
-            assert reply["object"] == "scoring" and reply["model"] == "m"
+            assert reply["object"] == "scoring" and reply["model"] == "tiny"
             assert reply["scores"] == [[math.exp(-0.5)] * 2] * 2
             assert reply["token_logprobs"] == [[-0.5] * 2] * 2
             assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == 7

@@ -12,7 +12,6 @@ from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
 from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens
 from mamba_eagle.server.apis.openai.chat_body import (
     EFFORT,
-    NOT_HERE,
     ChatJob,
     Rendered,
     render_chat,
@@ -29,9 +28,10 @@ from mamba_eagle.server.apis.openai.translation import (
     text_of,
     text_only,
 )
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import (
     Body,
+    Content,
     Flag,
     Integer,
     Object,
@@ -63,14 +63,14 @@ class AnthropicBlock(Block):
     content: Annotated[Any, TEXT_OR_PARTS] = says("of type tool_result: a text, or blocks of text")
 
 
-class AnthropicMessage(Body):
+class AnthropicMessage(Content):
     role: Text | None = says("user or assistant")
     content: Annotated[Any, TEXT_OR_PARTS] = says(
         "text, or blocks: text, tool_use, tool_result, thinking"
     )
 
 
-class ClientTool(Body):
+class ClientTool(Content):
     type: Text = says("custom", "custom")
     name: Text
     description: Text | None = None
@@ -78,7 +78,7 @@ class ClientTool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(Content):
     type: Annotated[str, kinds.choice_of(*CHOICES, "tool")]
     name: Text | None = says("of type tool")
     disable_parallel_tool_use: Flag = says("one call at most", False)
@@ -87,6 +87,8 @@ class ToolChoice(Body):
 class Thinking(Body):
     type: Annotated[str, kinds.choice_of("enabled", "disabled", "adaptive")]
     budget_tokens: Integer | None = says("tokens of reasoning, 1 or more")
+
+    HARMLESS = frozenset(("display",))
 
 
 class OutputFormat(Body):
@@ -115,7 +117,8 @@ class MessagesBody(OtherChat):
     thinking: Thinking | None = says("whether to reason; without it the template decides")
     output_config: OutputConfig = says("the form of the output", OutputConfig())
 
-    REFUSED = {"mcp_servers": NOT_HERE, "container": NOT_HERE}
+    REFUSED = known.MESSAGES
+    HARMLESS = known.MESSAGES_HARMLESS
 
 
 def parse_message(values: dict[str, Any], state: ServerState) -> ChatJob:
@@ -134,7 +137,8 @@ def count_tokens(values: dict[str, Any], state: ServerState) -> int:
     state.prompts.need_tokenizer("/v1/messages/count_tokens")
     chat = _translated(values, state)
     try:
-        _, _, text = render_chat(read(Rendered, chat.values), state)
+        shown = {name: one for name, one in chat.values.items() if name in Rendered.FIELDS}
+        _, _, text = render_chat(read(Rendered, shown), state)
         (ids,) = state.prompts.encode([text], ["messages"], False)
     except RequestError as error:
         raise chat.renamed(error) from None

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from mamba_eagle.limits import MAX_RID_LENGTH, MAX_STOP_CHARACTERS, MAX_TOP_LOGPROBS
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.grammars import NAMES, UNKNOWN, Constrained, read_grammar
+from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
 from mamba_eagle.server.bodies.model import Flag, OneOrEach, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
@@ -24,6 +24,8 @@ from mamba_eagle.tokenizer.stop import StopStrings
 @with_parameters()
 class GenerateSampling(Sampled, Constrained):
     """How to sample."""
+
+    HARMLESS = frozenset(("stream_interval",))
 
 
 def either(kind: kinds.Kind) -> kinds.Kind:
@@ -57,7 +59,10 @@ class GenerateBody(Served):
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
-    REFUSED = {**dict.fromkeys(NAMES, "belongs in sampling_params"), **UNKNOWN}
+    REFUSED = {
+        **known.SAMPLING,
+        **dict.fromkeys((*NAMES, *GenerateSampling.FIELDS), known.MISPLACED),
+    }
 
 
 class GenerateJob(msgspec.Struct, kw_only=True):
@@ -245,7 +250,7 @@ def _own(body: GenerateBody, name: str, kind: kinds.Kind, i: int, count: int) ->
 def _read_adapter(body: GenerateBody, i: int, count: int, state: ServerState) -> str:
     """Raises: RequestError 400 unless it is loaded: SGLang's field has a name, not a folder."""
     name = _own(body, "lora_path", kinds.TEXT, i, count) or ""
-    if name and not state.adapter_of(name):
+    if name and name not in state.adapters:
         raise RequestError.about("lora_path", name, state.loaded_adapters)
     return str(name)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
 from mamba_eagle.server.bodies.model import Body, Flag, Integer, Text, needs, read, says
@@ -37,6 +37,8 @@ LONGEST = PARAMETERS["max_new_tokens"][1].about
 
 
 class StreamOptions(Body):
+    HARMLESS = frozenset(("include_obfuscation",))
+
     include_usage: Flag = says("a last chunk has the usage", False)
     continuous_usage_stats: Flag = says("each chunk has its choice's usage so far", False)
 
@@ -71,6 +73,8 @@ class CompletionBody(OpenAIBody):
     suffix: Text = says("what the output must lead to, of models with tokens for filling in", "")
     logprobs: Annotated[int | None, LOGPROBS] = says("best tokens beside each")
     best_of: Integer | None = says("as n, or left out")
+
+    REFUSED = known.COMPLETIONS
 
 
 class OpenAIJob(msgspec.Struct, kw_only=True):

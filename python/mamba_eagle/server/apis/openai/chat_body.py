@@ -23,7 +23,7 @@ from mamba_eagle.server.apis.openai.body import (
 from mamba_eagle.server.apis.openai.chat_grammar import ConstrainedChat, chat_grammar
 from mamba_eagle.server.apis.openai.messages import MESSAGES, read_messages
 from mamba_eagle.server.apis.openai.tools import TOOL_CHOICE, TOOLS, Tools, read_tools
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import fitting_output
 from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
 from mamba_eagle.server.bodies.model import Body, Flag, Object, needs, read, says
@@ -33,7 +33,6 @@ from mamba_eagle.server.state import ServerState
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 LOW_EFFORTS = ("minimal", "low")
 EFFORT = kinds.choice_of(*EFFORTS, absent="")
-NOT_HERE = "is not available in this server; leave the field out"
 DOCUMENTS = kinds.Kind(
     lambda value: _documents(value),
     "must be a list of objects with title and text",
@@ -90,11 +89,7 @@ class Rendered(Template):
     continue_final_message: Flag = says("the last message, of the assistant, goes on", False)
     reasoning_effort: Annotated[str, EFFORT] = says("for the template", "")
 
-    REFUSED = {
-        "functions": NOT_HERE,
-        "function_call": NOT_HERE,
-        "chat_template": "requests bring no template: start the server with --chat-template",
-    }
+    REFUSED = known.RENDERED
 
 
 class ChatBody(Rendered, OpenAIBody, ConstrainedChat):
@@ -106,6 +101,9 @@ class ChatBody(Rendered, OpenAIBody, ConstrainedChat):
     logprobs: Flag = says("logprobs of the output", False)
     top_logprobs: Annotated[Any, kinds.untouched(TOP.schema)] = says("best tokens beside each")
     separate_reasoning: Flag = says("reasoning apart from content", True)
+
+    REFUSED = known.CHAT
+    HARMLESS = known.CHAT_HARMLESS
 
     @property
     def length_name(self) -> str:

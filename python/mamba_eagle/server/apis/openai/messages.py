@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_MESSAGES
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Text, items, needs, read, says
+from mamba_eagle.server.bodies.model import Content, Text, items, needs, read, says
 from mamba_eagle.server.errors import RequestError
 
 
@@ -40,18 +40,18 @@ ARGUMENTS = kinds.Kind(
 )
 
 
-class CalledFunction(Body):
+class CalledFunction(Content):
     name: Text
     arguments: Annotated[str | dict[str, Any] | None, ARGUMENTS] = None
 
 
-class MessageCall(Body):
+class MessageCall(Content):
     type: Literal["function"] = "function"
     id: Text | None = None
     function: CalledFunction
 
 
-class ChatMessage(Body):
+class ChatMessage(Content):
     """Other names are for the template."""
 
     role: Annotated[str, ROLE] = needs("system, user, assistant, tool, or what the template knows")

@@ -11,14 +11,14 @@ from pydantic import field_validator
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_TOOL_NAME, MAX_TOOLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Text, items, read
+from mamba_eagle.server.bodies.model import Content, Text, items, read
 from mamba_eagle.server.errors import RequestError
 
 NAME = re.compile(rf"[\w.:/-]{{1,{MAX_TOOL_NAME}}}", re.ASCII)
 CHOICES = ("auto", "none", "required")
 
 
-class Function(Body):
+class Function(Content):
     name: Text
     description: Text | None = None
     parameters: dict[str, Any] | None = None
@@ -58,16 +58,16 @@ class Function(Body):
         return value
 
 
-class Tool(Body):
+class Tool(Content):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
+class NamedFunction(Content):
     name: str
 
 
-class NamedChoice(Body):
+class NamedChoice(Content):
     type: Literal["function"]
     function: NamedFunction
 

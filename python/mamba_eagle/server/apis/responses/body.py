@@ -21,9 +21,19 @@ from mamba_eagle.server.apis.openai.translation import (
     needed,
     text_only,
 )
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, items, needs, read, says
+from mamba_eagle.server.bodies.model import (
+    Body,
+    Content,
+    Flag,
+    Object,
+    Text,
+    items,
+    needs,
+    read,
+    says,
+)
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 
@@ -32,16 +42,6 @@ REASONING_TEXT = ("reasoning_text", "summary_text", "text")
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
-STATELESS = "this server keeps no state between requests: send the whole conversation as input"
-# What would need something kept, or run apart from the request, and what to do without it.
-REFUSED = {
-    "previous_response_id": STATELESS,
-    "conversation": STATELESS,
-    "prompt": "this server keeps no prompts: send instructions and input",
-    "background": "this server keeps no responses to be fetched later: leave it out",
-    "store": "this server keeps no responses: leave it out, or send false",
-    "top_logprobs": "logprobs are not available here: use /v1/chat/completions",
-}
 LOGPROBS = "message.output_text.logprobs"
 TRUNCATION = kinds.Kind(
     lambda value: value if value == "disabled" else None,
@@ -56,7 +56,7 @@ TOOL_CHOICE = kinds.untouched(
 )
 
 
-class Item(Body):
+class Item(Content):
     """A message, a call, its output, or reasoning."""
 
     type: Text = says("message unless it is said", "message")
@@ -69,7 +69,7 @@ class Item(Body):
     output: Annotated[Any, TEXT_OR_PARTS] = says("of a call's output")
 
 
-class ResponseTool(Body):
+class ResponseTool(Content):
     type: Text | None = says("function")
     name: Annotated[Any, kinds.untouched(kinds.STRING)] = says("of the function")
     description: Annotated[Any, kinds.untouched(kinds.STRING)] = says("of the function")
@@ -78,6 +78,8 @@ class ResponseTool(Body):
 
 
 class Reasoning(Body):
+    HARMLESS = frozenset("context generate_summary mode summary".split())
+
     effort: Annotated[str | None, EFFORT] = says("for the template")
 
 
@@ -90,9 +92,13 @@ class Format(Body):
     schema_: Annotated[Object, Field(alias="schema")] = says("of json_schema", {})
     strict: Flag = says("repeated", False)
 
+    HARMLESS = frozenset(("description",))
+
 
 class TextForm(Body):
     format: Format = says("the form of the output", Format())
+
+    HARMLESS = frozenset(("verbosity",))
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -110,7 +116,7 @@ INPUT = kinds.Kind(
     SOME,
     TEXT_OR_PARTS.schema,
 )
-NAMES = kinds.texts("names", len(REFUSED) * MAX_TOOLS)
+NAMES = kinds.texts("names", 8 * MAX_TOOLS)
 
 
 class ResponseBody(OtherChat):
@@ -132,7 +138,8 @@ class ResponseBody(OtherChat):
     truncation: Annotated[str, TRUNCATION] = says("what does not fit is refused", "disabled")
     include: Annotated[list[str], NAMES] = says("ignored, but for logprobs, which are refused", [])
 
-    REFUSED = REFUSED
+    REFUSED = known.RESPONSES
+    HARMLESS = known.RESPONSES_HARMLESS
 
 
 @dataclass(kw_only=True)
@@ -148,7 +155,7 @@ def parse_response(values: dict[str, Any], state: ServerState) -> ResponseJob:
     state.prompts.need_tokenizer("/v1/responses")
     body = read(ResponseBody, values)
     if LOGPROBS in body.include:
-        remedy = f"{LOGPROBS}: {REFUSED['top_logprobs']}"
+        remedy = f"{LOGPROBS}: {known.RESPONSES['top_logprobs']}"
         raise RequestError.about("include", body.include, remedy)
     chat = ChatBuilder.of(values)
     chat.values.setdefault("rid", f"resp_{uuid.uuid4().hex}")
