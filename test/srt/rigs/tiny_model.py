@@ -47,6 +47,30 @@ MODEL_CONFIG = {
     "eos_token_id": EOS,
 }
 
+DELTA_CONFIG = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "intermediate_size": 48,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.4,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+}
+
 HEAD_CONFIG = {
     "architectures": ["EagleHead"],
     "model_type": "eagle",
@@ -117,6 +141,21 @@ def load_head(folder: Path) -> EagleHead:
     head = EagleHead(read_model_config(folder))
     load_weights(head, folder)
     return head.requires_grad_(False)
+
+
+def write_delta_model(folder: Path, seed: int = 0) -> Path:
+    """The least gated DeltaNet that a GPU's kernels take."""
+    config = parse_config(DELTA_CONFIG)
+    model = model_class(config)(config)
+    random_weights(model, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name or name.startswith("lm_head"):
+                parameter.mul_(20.0)
+            if "linear_attn" in name and parameter.ndim > 1:
+                parameter.mul_(3.0)
+    round_to_bfloat16(model)
+    return write_folder(folder, DELTA_CONFIG, model)
 
 
 def round_to_bfloat16(model: nn.Module) -> None:

@@ -27,7 +27,8 @@ from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, Trit
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
-from mamba_eagle.backend.triton.layer import sizes_supported
+from mamba_eagle.backend.triton.delta import TritonDelta
+from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
@@ -58,8 +59,8 @@ SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
 
 
 class TritonBackend(Backend):
-    """Falls back to torch for the recurrence if the kernels do not support its sizes, and for more
-    than MAX_TOP lanes."""
+    """Falls back to torch for the recurrence if the kernels do not support its kind or sizes, for
+    prompts and snapshots of delta rules, and for more than MAX_TOP lanes."""
 
     name = "triton"
 
@@ -115,6 +116,8 @@ class TritonBackend(Backend):
     ) -> StateScheme:
         if config is None:
             return StatelessScheme(table, pool, pack=pack_paths)
+        if mode == "deferred" and delta_supported(config):
+            return TritonDelta(config, size, table, pool)
         if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
         return SCHEMES[mode](config, size, table, pool)

@@ -1,34 +1,36 @@
 """Rows and folds on a GPU: two kernels per layer, without waiting for the device.
 
-Two things differ from the torch scheme. First, whether a request folds is a flag on the device, and
-the verify kernel also folds: it computes outputs from the old state and the whole journal, while
-the nodes' log_decay already starts from the new state. Second, the history is not copied after a
-fold: ``path`` still refers to the places of the last K-1 tokens, and their rows are not reused.
+Two things differ from the torch scheme. First, whether a request folds is a flag on the device.
+Second, the history is not copied after a fold: ``path`` still refers to the places of the last K-1
+tokens, and their rows are not reused.
 """
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, layer_rows, row_parts
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_verify.gluon import tree_verify
-from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, RowBuffers, TreeLayout
 from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import accept_rows, begin_rows
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import DeltaConfig, Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class TritonDeferred(StateScheme):
-    """A journal has at most ``max_journal`` rows; a step that might exceed them folds first.
+class TritonRows(StateScheme):
+    """What the recurrences have in common. A journal has at most ``max_journal`` rows; a step that
+    might exceed them folds first.
 
     Rows per request: W = max_journal + K-1 rows of history + nodes of a tree + spare rows.
     """
@@ -37,12 +39,17 @@ class TritonDeferred(StateScheme):
     has_journal = True
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self,
+        config: Mamba2Config | DeltaConfig,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
     ) -> None:
         """Raises: ValueError if there is no room for the tokens that a step may accept."""
         self.size, self.table, self.pool = size, table, pool
         self.rows = RequestRows(config, size, table, pool)
-        self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self.gates = gate_rows(config, size, self.rows.conv_in)
+        self.parts = row_parts(config, size, self.rows.conv_in)
         self.max_journal = size.rows - self.rows.history - size.nodes - size.spare
         if self.max_journal < size.accepts:
             required = size.rows - self.max_journal + size.accepts
@@ -54,15 +61,14 @@ class TritonDeferred(StateScheme):
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
         self.rows.path[slots[:, None], self.rows.offsets] = self.rows.offsets
-        clear_rows(self.recurrence, slots)
+        clear_rows((self.gates, *self.parts), slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """Afterwards only the state slot is valid; journal and history are not updated."""
         h, path, pool = self.rows.history, self.rows.path[slots], self.pool
         journal = (path[:, h : h + self.max_journal] - h).contiguous()
         keys = pool.rounding.keys(slots, self.rows.folded(slots) + keep)
-        at = (slots, state_slots, journal, keep)
-        fold_journals(self.recurrence, pool.ssm, *at, self.sizes, keys)
+        self._fold(slots, state_slots, journal, keep, keys)
         last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
         old, new = pool.feature[state_slots], self.rows.feature[slots, last]
         pool.feature[state_slots] = torch.where((keep > 0)[:, None], new, old)
@@ -76,14 +82,19 @@ class TritonDeferred(StateScheme):
         ends = self.table.processed[slots]  # where the journals end
         return layout._replace(round_keys=self.pool.rounding.keys(slots, ends))
 
-    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
-        i, rows = layer.index, layer_rows(self.recurrence, layer.index)
-        conv_in, state = self.rows.conv_in[i], self.pool.ssm[i]
-        C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)
-        return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes, layer=i)
+    @abstractmethod
+    def _fold(
+        self,
+        slots: Tensor,
+        state_slots: Tensor,
+        journal: Tensor,
+        length: Tensor,
+        keys: Tensor | None,
+    ) -> None:
+        """The states after the first ``length`` [b] rows of ``journal`` [b, M], in all layers."""
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
-        """Updates indices and features; the verify kernel has already written folded states."""
+        """Updates indices and features; folded states have already been written."""
         tables = (self.paths, self.room, self.rows.feature, self.pool.feature)
         accept_rows(layout, accepted.nodes, accepted.count, *tables, features)
 
@@ -98,7 +109,7 @@ class TritonDeferred(StateScheme):
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
         width = accepted.nodes.shape[1]
-        return self.rows.newest(slots, accepted.count, width, self.recurrence.dt)
+        return self.rows.newest(slots, accepted.count, width, self.gates)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         """Lanes do not fold, since they are not kept."""
@@ -124,4 +135,33 @@ class TritonDeferred(StateScheme):
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+        return self.rows.num_bytes + sum(part.nbytes for part in (self.gates, *self.parts))
+
+
+class TritonDeferred(TritonRows):
+    """Mamba2. The verify kernel also folds: it computes outputs from the old state and the whole
+    journal, while the nodes' log_decay already starts from the new state."""
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        xB, log_decay = self.parts
+        self.recurrence = RowBuffers(xB, self.gates, log_decay)
+
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, rows = layer.index, layer_rows(self.recurrence, layer.index)
+        conv_in, state = self.rows.conv_in[i], self.pool.ssm[i]
+        C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)
+        return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes, layer=i)
+
+    def _fold(
+        self,
+        slots: Tensor,
+        state_slots: Tensor,
+        journal: Tensor,
+        length: Tensor,
+        keys: Tensor | None,
+    ) -> None:
+        at = (slots, state_slots, journal, length)
+        fold_journals(self.recurrence, self.pool.ssm, *at, self.sizes, keys)

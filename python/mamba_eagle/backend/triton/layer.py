@@ -1,8 +1,8 @@
-"""Sizes and weights of a Mamba2 layer, in the form that the Triton kernels take."""
+"""Sizes and weights of recurrent layers, in the form that the Triton kernels take."""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -10,10 +10,20 @@ from torch import Tensor
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
+
+
+class Taps(NamedTuple):
+    """Of a convolution over K tokens."""
+
+    weight: Tensor  # [K, conv_dim], transposed
+    bias: Tensor | None  # [conv_dim]
+
 
 _weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
 _skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
+_taps: WeakKeyDictionary[Recurrent, Taps] = WeakKeyDictionary()
 
 
 def sizes_supported(config: RecurrenceConfig) -> TypeGuard[Mamba2Config]:
@@ -25,18 +35,36 @@ def sizes_supported(config: RecurrenceConfig) -> TypeGuard[Mamba2Config]:
     return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
 
 
-def sizes_of(config: Mamba2Config) -> Sizes:
+def delta_supported(config: RecurrenceConfig) -> TypeGuard[DeltaConfig]:
+    """The same for delta rules."""
+    if not isinstance(config, DeltaConfig):
+        return False
+    power = config.state_size & (config.state_size - 1) == 0
+    return config.head_dim % 16 == 0 and power and config.state_size >= 16
+
+
+def sizes_of(config: Mamba2Config | DeltaConfig) -> Sizes:
     return Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
+
+
+def taps_of(layer: Recurrent) -> Taps:
+    """Cached per layer."""
+    taps = _taps.get(layer)
+    if taps is None:
+        bias = layer.conv1d.bias
+        taps = _taps[layer] = Taps(
+            layer.conv1d.weight.detach()[:, 0].t().contiguous(),
+            None if bias is None else bias.detach(),
+        )
+    return taps
 
 
 def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
     """Weights that are used before the recurrence, cached per layer."""
     weights = _weights.get(layer)
     if weights is None:
-        bias = layer.conv1d.bias
         weights = _weights[layer] = ConvWeights(
-            layer.conv1d.weight.detach()[:, 0].t().contiguous(),
-            None if bias is None else bias.detach(),
+            *taps_of(layer),
             layer.dt_bias.detach().float(),
             layer.decay_rate(),
             layer.config.time_step_limit,

@@ -305,6 +305,71 @@ def tree_conv(
 
 
 @triton.jit
+def _conv_nodes_kernel(
+    channels,  # [b*T, conv_dim], rows ``stride`` apart
+    conv_weight,  # [K, conv_dim]
+    conv_bias,  # [conv_dim]
+    conv_in,  # [R, K-1+W, conv_dim]
+    out,  # [b, T, conv_dim]
+    slots,
+    rows,  # [b, T]
+    parents,  # [b, T]
+    tail,  # [b, K-1]
+    T,
+    W,
+    stride,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    _convolve(
+        tl.program_id(0), tl.program_id(2), tl.program_id(1), channels, conv_weight, conv_bias,
+        conv_in, out, out, slots, rows, parents, tail, T, W, stride, 0, CONV_DIM, K, NODES, BLOCK,
+        OVERLAP,
+    )  # fmt: skip
+
+
+def conv_nodes(
+    channels: Tensor, weight: Tensor, bias: Tensor | None, conv_in: Tensor, step: TreeLayout
+) -> Tensor:
+    """The convolution alone: raw inputs go to the nodes' rows of ``conv_in``, results to a tensor.
+
+    Args:
+        channels: [b*T, conv_dim], may be a view; weight: [K, conv_dim]; bias: [conv_dim].
+        conv_in: [R, K-1+W, conv_dim]: the history, then the rows.
+    Returns: [b, T, conv_dim], dtype of ``channels``.
+    """
+    (b, T), (K, conv_dim) = step.rows.shape, weight.shape
+    out = torch.empty(b, T, conv_dim, dtype=channels.dtype, device=channels.device)
+    config, overlap = choose_config(T), launches_overlap(channels.device)
+    grid = (triton.cdiv(conv_dim, config.block), b, triton.cdiv(T, config.nodes))
+    _conv_nodes_kernel[grid](
+        channels,
+        weight,
+        bias,
+        conv_in,
+        out,
+        step.slots,
+        step.rows,
+        step.parents,
+        step.tail,
+        T,
+        conv_in.shape[1] - (K - 1),
+        channels.stride(0),
+        CONV_DIM=conv_dim,
+        K=K,
+        NODES=config.nodes,
+        BLOCK=config.block,
+        OVERLAP=overlap,
+        num_warps=config.warps,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+@triton.jit
 def _history_kernel(
     conv_in,  # [layers, R, PLACES, conv_dim]
     slots,  # [b]

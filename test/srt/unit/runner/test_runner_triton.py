@@ -26,13 +26,14 @@ from runner_harness import (
 from test_runner_blocks import DRAFTERS, assert_drafts_are_its_own, make_engine
 from test_runner_graphs import LikeGpu, without_graphs
 from tiny_blocks import DSPARK_CONFIG
-from tiny_model import write_head, write_model
+from tiny_model import write_delta_model, write_head, write_model
 
 pytest.importorskip("triton")
 
 from mamba_eagle.backend.place import Host
 from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.kernels.tree_attention import triton as kernel
 from mamba_eagle.runner import loading
 from mamba_eagle.runner.steps.graphs import GraphedSteps
@@ -116,6 +117,27 @@ def test_texts_are_the_plain_models(
     if name == "standalone-chain":
         depths = accepted([lives[0]]) + accepted([lives[2]])
         assert depths == [4, 3, 4, 4], "it drafts its own text"
+
+
+@runs_kernels
+def test_texts_of_a_delta_rule_are_the_plain_models(
+    tmp_path: Path, nodes_seen: list[tuple[int, int]]
+) -> None:
+    """Its own drafts, few rows, and a second request that continues from the first one's state."""
+    model = write_delta_model(tmp_path)
+    settings = Settings("STANDALONE", topk=2, steps=3, nodes=5, rows=14, fused=False)
+    engine = Engine(model, model, settings)
+    assert isinstance(engine.runner.steps.step.scheme, TritonDelta)
+    lives = [
+        engine.start(random_prompt(11, 1), greedy(9)),
+        engine.start(random_prompt(1, 2), sampled(6, 7)),
+    ]
+    engine.finish(lives[:1])
+    assert accepted(lives[:1])[0] > 1, "it drafts its own text"
+    prefix = engine.release(lives[0], fold_to=lives[0].processed)
+    lives.append(engine.start(lives[0].tokens + random_prompt(3, 6), greedy(4), hit=prefix))
+    engine.finish(lives[1:])
+    assert_plain(model, lives)
 
 
 @runs_kernels

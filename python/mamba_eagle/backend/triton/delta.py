@@ -1,0 +1,53 @@
+"""Rows and folds of delta rules on a GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.backend.triton.deferred import TritonRows
+from mamba_eagle.backend.triton.layer import taps_of
+from mamba_eagle.kernels.causal_conv.triton import conv_nodes
+from mamba_eagle.kernels.delta_rule.triton import DeltaRows, fold_journals, tree_verify
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
+from mamba_eagle.model_config import DeltaConfig
+from mamba_eagle.tree.tree import Tree
+
+
+class TritonDelta(TritonRows):
+    """Folds are one launch at the start of a step: states are written once for all layers, and
+    verified after that."""
+
+    def __init__(
+        self, config: DeltaConfig, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        self.recurrence = DeltaRows(self.gates, *self.parts)
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        step = super().begin(slots, tree)
+        at = (step.slots, step.state_slots, step.journal, step.journal_len)
+        self._fold(*at, step.round_keys, step.fold)
+        return step
+
+    def verify(self, layer: DeltaRule, layout: TreeLayout, channels: Tensor, raw: Tensor) -> Tensor:
+        i = layer.index
+        rows = DeltaRows(*(part[i] for part in self.recurrence))
+        gates = layer.gates(raw)
+        convolved = conv_nodes(channels, *taps_of(layer), self.rows.conv_in[i], layout)
+        state = self.pool.ssm[i]
+        return tree_verify(rows, gates, convolved, state, layout, self.sizes, L2_EPS)
+
+    def _fold(
+        self,
+        slots: Tensor,
+        state_slots: Tensor,
+        journal: Tensor,
+        length: Tensor,
+        keys: Tensor | None,
+        wanted: Tensor | None = None,
+    ) -> None:
+        at = (slots, state_slots, journal, length, self.sizes, L2_EPS, wanted, keys)
+        fold_journals(self.recurrence, self.pool.ssm, *at)
