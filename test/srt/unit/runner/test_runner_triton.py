@@ -125,17 +125,17 @@ def test_texts_of_a_delta_rule_are_the_plain_models(
 ) -> None:
     """Its own drafts, few rows, and a second request that continues from the first one's state."""
     model = write_delta_model(tmp_path)
-    settings = Settings("STANDALONE", topk=2, steps=3, nodes=5, rows=14, fused=False)
+    settings = Settings("STANDALONE", topk=2, steps=2, nodes=4, rows=13, fused=False)
     engine = Engine(model, model, settings)
     assert isinstance(engine.runner.steps.step.scheme, TritonDelta)
     lives = [
-        engine.start(random_prompt(11, 1), greedy(9)),
-        engine.start(random_prompt(1, 2), sampled(6, 7)),
+        engine.start(random_prompt(11, 1), greedy(8)),
+        engine.start(random_prompt(1, 2), sampled(3, 7)),
     ]
     engine.finish(lives[:1])
     assert accepted(lives[:1])[0] > 1, "it drafts its own text"
     prefix = engine.release(lives[0], fold_to=lives[0].processed)
-    lives.append(engine.start(lives[0].tokens + random_prompt(3, 6), greedy(4), hit=prefix))
+    lives.append(engine.start(lives[0].tokens + random_prompt(3, 6), greedy(2), hit=prefix))
     engine.finish(lives[1:])
     assert_plain(model, lives)
 
