@@ -125,12 +125,12 @@ def test_texts_of_a_delta_rule_are_the_plain_models(
 ) -> None:
     """Its own drafts, few rows, and a second request that continues from the first one's state."""
     model = write_delta_model(tmp_path)
-    settings = Settings("STANDALONE", topk=2, steps=2, nodes=4, rows=13, fused=False)
+    settings = Settings("STANDALONE", topk=1, steps=2, nodes=3, rows=11, fused=False)
     engine = Engine(model, model, settings)
     assert isinstance(engine.runner.steps.step.scheme, TritonDelta)
     lives = [
-        engine.start(random_prompt(11, 1), greedy(8)),
-        engine.start(random_prompt(1, 2), sampled(3, 7)),
+        engine.start(random_prompt(11, 1), greedy(6)),
+        engine.start(random_prompt(1, 2), sampled(2, 7)),
     ]
     engine.finish(lives[:1])
     assert accepted(lives[:1])[0] > 1, "it drafts its own text"
