@@ -42,7 +42,7 @@ class Case(NamedTuple):
 SMALL = Sizes(2, 16, 1, 16)
 WIDE = Sizes(1, 64, 1, 64)  # a head has two tiles, a key two parts
 CASES = {
-    "shared-keys": Case(Sizes(6, 16, 2, 16), 5, 12, (12, 7)),
+    "shared-keys": Case(Sizes(4, 16, 2, 16), 4, 12, (12, 7)),
     "tree": Case(SMALL, 5, 12, (12, 0, 7)),
     "two-tiles": Case(WIDE, 6, 5, (5, 2)),
     "decode": Case(SMALL, 1, 9, (9, 0, 4)),
@@ -52,7 +52,7 @@ CASES = {
     "forgets-all": Case(SMALL, 9, 16, (16, 5), decay=200.0),  # e**-3000 in a journal
     "bfloat16": Case(SMALL, 5, 12, (12, 0), dtype=torch.bfloat16),
     "bfloat16-state": Case(SMALL, 5, 12, (12, 7), dtype=torch.bfloat16, state_dtype=torch.bfloat16),
-    "channels": Case(WIDE, 5, 12, (7, 12), channels=True),
+    "channels": Case(WIDE, 3, 12, (7, 12), channels=True),
     "channels-decode": Case(SMALL, 1, 9, (9, 0), channels=True),
     "channels-forget-all": Case(SMALL, 9, 16, (16, 5), channels=True, decay=200.0),
 }
