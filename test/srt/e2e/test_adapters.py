@@ -17,7 +17,7 @@ from running_server import StartServer
 from tiny_model import write_head, write_model
 
 COUNT = 8
-# of each adapter; 200 for a run of 10⁵ tokens
+# of each adapter; 100 for a run of 10⁵ tokens
 PROMPTS = int(os.environ.get("MAMBA_EAGLE_CASES", "2"))
 # 1000 in the long form
 LOADS = int(os.environ.get("MAMBA_EAGLE_LOADS", "20"))
@@ -41,7 +41,7 @@ def test_eight_adapters_are_eight_merged_models(start_server: StartServer, tmp_p
     asked = [(number, adapter) for number in range(PROMPTS) for adapter in range(-1, COUNT)]
 
     def params(number: int) -> Any:
-        return greedy(60) if number % 2 else sampled(60, seed=number)
+        return greedy(120) if number % 2 else sampled(120, seed=number)
 
     def prompt(number: int) -> list[int]:
         return random_prompt(30, 5)[: 15 * (number % 3)] + random_prompt(7, number)
