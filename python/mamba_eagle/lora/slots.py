@@ -51,10 +51,6 @@ class HostAdapter(NamedTuple):
 
     pairs: dict[str, Pair]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for pair in self.pairs.values() for part in pair)
-
 
 class AdapterSlots:
     """Adapters by number, as the scheduler counts them; it says which slot each is to lie in, and
