@@ -183,7 +183,7 @@ class Ready(EngineSize, kw_only=True):
 
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One position: the token's own logprob and the best ones, both before penalties and
-    filters."""
+    filters, and before the temperature unless --logprobs-at-temperature is set."""
 
     token_id: int
     logprob: float | None  # None for the first token of a prompt
@@ -382,6 +382,7 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     history: Indices = msgspec.field(default_factory=indices)
     return_logprob: bool = False
     top_logprobs: int = 0
+    logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
     return_spec_trace: bool = False
     pooling: str = ""  # as Generate's; "mean" starts at position 0
     adapter: int = -1  # its slot; -1: none

@@ -36,6 +36,7 @@ from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
 from mamba_eagle.server.apis.rollouts import memory, pauses, weights
+from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import KeyAuth
@@ -102,7 +103,8 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, adapters, pauses, weights, memory, openapi, page),
+        *(tokens, cache, control, profile, adapters, pauses, weights, memory),
+        *(rollouts, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:

@@ -23,6 +23,7 @@ from mamba_eagle.server.apis.profile import ProfileBody
 from mamba_eagle.server.apis.responses.body import ResponseBody
 from mamba_eagle.server.apis.rollouts.memory import TagsBody
 from mamba_eagle.server.apis.rollouts.pauses import PauseBody
+from mamba_eagle.server.apis.rollouts.tokens import TokensBody
 from mamba_eagle.server.apis.rollouts.weights import DirectoryBody, DiskBody
 from mamba_eagle.server.apis.score import ScoreBody
 from mamba_eagle.server.apis.tokens import DetokenizeBody, TokenizeBody
@@ -49,6 +50,7 @@ BODIES: Mapping[str, type[Body]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/unload_lora_adapter": UnloadBody,
     "/v1/unload_lora_adapter": UnloadBody,
+    "/inference/v1/generate": TokensBody,
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": DiskBody,
     "/update_weights": DirectoryBody,

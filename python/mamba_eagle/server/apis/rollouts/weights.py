@@ -18,6 +18,10 @@ NO_PICKLE = (
     "tensors in this form are pickled, and a pickle can run any code: write them with safetensors "
     "and send the folder to /update_weights_from_disk; below /dev/shm they never leave memory"
 )
+NO_GROUP = (
+    "this server joins no group of processes: write the weights with safetensors and send the "
+    "folder to /update_weights_from_disk; below /dev/shm they never leave memory"
+)
 NO_FORMAT = "the folder's config.json says it: leave it out"
 Version = Annotated[str, kinds.short(MAX_RID_LENGTH)]
 router = APIRouter()
@@ -71,11 +75,28 @@ async def update_weights(request: Request) -> Response:
     return json_response({"status": "ok", "weight_version": state.manager.weight_version})
 
 
+@router.post("/start_weight_update")
+@router.post("/finish_weight_update")
+async def update_in_parts(request: Request) -> Response:
+    """vLLM's calls around /update_weights, which is whole by itself: nothing happens."""
+    operated(request)
+    return json_response({"status": "ok"})
+
+
 @router.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: Request) -> Response:
     """Refused."""
     operated(request)
     raise RequestError(f"/update_weights_from_tensor: {NO_PICKLE}")
+
+
+@router.post("/init_weights_update_group")
+@router.post("/init_weight_transfer_engine")
+@router.post("/update_weights_from_distributed")
+async def join_group(request: Request) -> Response:
+    """Refused."""
+    operated(request)
+    raise RequestError(f"{request.url.path}: {NO_GROUP}")
 
 
 @router.api_route("/get_weight_version", methods=["GET", "POST"])
