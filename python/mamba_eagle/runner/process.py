@@ -32,7 +32,10 @@ def main() -> None:
         logs.complain(f"error: {error}")
         sys.exit(REFUSED)
     worker.pulse.start()
-    worker.serve()
+    try:
+        worker.serve()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     ignore_end_signal()  # before pools and sockets are destroyed, as this returns
     worker.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import zmq
 
-from mamba_eagle.config import ConfigError
 from mamba_eagle.message import (
     ChangeModel,
     CompileGrammar,
@@ -64,7 +63,10 @@ class Worker:
         self.results.send(runner.ready)
 
     def serve(self) -> None:
-        """Returns when it receives Shutdown."""
+        """Returns when it receives Shutdown.
+
+        Raises: ConfigError if other weights could not be loaded, when the old ones are gone.
+        """
         while not isinstance(message := self._next(), Shutdown):
             if isinstance(message, SimulateAcceptance):
                 self.runner.simulate_accept_length(message.length)
@@ -101,10 +103,7 @@ class Worker:
     def _change(self, asked: ChangeModel) -> None:
         """Only between steps: the scheduler waits for the answer."""
         self._send_all()
-        try:
-            problem = self.renewal.change(asked, self._let_go)
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
+        problem = self.renewal.change(asked, self._let_go)
         if self.renewal.runner is not None:
             self._adopt(self.renewal.runner)
         if self.answers:

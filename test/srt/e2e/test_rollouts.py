@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from running_server import need_weights
 from safetensors.torch import load_file, save_file
 
-from mamba_eagle import Engine
+from mamba_eagle import Engine, EngineError
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
+from mamba_eagle.models.loader import CheckpointError
 
 PROMPTS = [f"Question: {number} + 7 =" for number in range(5)]
 SAMPLED = {"max_new_tokens": 20, "sampling_seed": 5, "ignore_eos": True}
@@ -162,6 +164,40 @@ def test_a_folder_that_is_no_checkpoint_of_this_model_is_refused(
         assert post(engine, "/update_weights_from_disk", **body).status == 400
     assert "pickle" in str(post(engine, "/update_weights_from_tensor").body)
     assert texts(engine) == before
+
+
+def test_an_update_that_fails_when_the_old_weights_are_gone_ends_the_engine(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason, for the call and for those that wait."""
+
+    def fails(*_: Any) -> None:
+        raise CheckpointError("the disk is on fire")
+
+    settings: dict[str, Any] = {"speculative_algorithm": "NONE", "max_running_requests": 2}
+    with Engine(device="cpu", in_process=True, **settings) as engine:
+        monkeypatch.setattr("mamba_eagle.runner.renewal.assemble", fails)
+        with pytest.raises(EngineError, match="on fire") as error:
+            engine.update_weights_from_disk(str(other))
+        assert error.value.status == 503
+        with pytest.raises(EngineError):
+            engine.generate("1")
+
+
+def test_an_engine_is_paused_by_its_methods(engine: Engine) -> None:
+    before = texts(engine)
+    engine.pause_generation("in_place")
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(texts(engine)))
+    thread.start()
+    engine.reset_prefix_cache()
+    engine.release_memory_occupation()
+    assert not waiting
+    engine.continue_generation()
+    assert not waiting, "its memory is still away"
+    engine.resume_memory_occupation()
+    thread.join()
+    assert waiting == [before]
 
 
 def tensor_bytes() -> int:
