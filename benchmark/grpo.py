@@ -4,8 +4,8 @@
 
 Each step samples groups of outputs from an engine, scores them by a rule, takes one step of
 gradient ascent on a copy of the model in torch, and gives the engine the new weights: bfloat16, in
-a folder that never leaves memory. The copy is used with the same rounded weights, so its logprobs are those
-that the engine has sampled with. docs/rollouts.md has what came of it.
+a folder that never leaves memory. The copy is used with the same rounded weights, so its logprobs
+are those that the engine has sampled with. docs/rollouts.md has what came of it.
 """
 
 from __future__ import annotations

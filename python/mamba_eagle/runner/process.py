@@ -35,7 +35,8 @@ def main() -> None:
     try:
         worker.serve()
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        logs.complain(f"error: {error}")
+        sys.exit(1)
     ignore_end_signal()  # before pools and sockets are destroyed, as this returns
     worker.close()
 

@@ -12,8 +12,8 @@ import zmq
 from mamba_eagle.message import (
     ChangeModel,
     CompileGrammar,
-    DropAdapter,
     Done,
+    DropAdapter,
     FromRunner,
     Plan,
     Profile,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_rig import write_adapter
 from running_server import need_weights
 from safetensors.torch import load_file, save_file
 
@@ -182,6 +183,31 @@ def test_an_update_that_fails_when_the_old_weights_are_gone_ends_the_engine(
         assert error.value.status == 503
         with pytest.raises(EngineError):
             engine.generate("1")
+
+
+def test_adapters_outlive_an_update(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", EMBEDDED_MODEL, 1, 4)
+    settings: dict[str, Any] = {"speculative_algorithm": "NONE", "max_loras": 1}
+    with Engine(device="cpu", in_process=True, max_running_requests=2, **settings) as engine:
+
+        def adapted() -> Any:
+            reply = engine.generate(PROMPTS[0], SAMPLED, return_logprob=True, lora_path="a")
+            return reply["meta_info"]["output_token_logprobs"]
+
+        load = {"lora_name": "a", "lora_path": str(folder)}
+        assert post(engine, "/load_lora_adapter", **load).status == 200
+        before = adapted()
+        assert before != texts(engine, PROMPTS[:1])[0]
+        engine.update_weights_from_disk(str(EMBEDDED_MODEL))
+        assert adapted() == before
+        engine.release_memory_occupation()
+        waiting = threading.Thread(
+            target=lambda: post(engine, "/load_lora_adapter", **{**load, "lora_name": "b"})
+        )
+        waiting.start()
+        engine.resume_memory_occupation()
+        waiting.join()
+        assert adapted() == before
 
 
 def test_an_engine_is_paused_by_its_methods(engine: Engine) -> None:
