@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import MEMORY_TAGS
-from mamba_eagle.server.apis.rollouts.operator import answered, operated
+from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -56,7 +56,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def _tags_of_body(request: Request) -> list[str]:
-    return _checked((await operated(request).read_control(request, TagsBody)).tags)
+    return _checked((await trusted(request).read_control(request, TagsBody)).tags)
 
 
 def _checked(tags: Sequence[str]) -> list[str]:
@@ -68,4 +68,4 @@ def _checked(tags: Sequence[str]) -> list[str]:
 async def _change(
     request: Request, release: Sequence[str] = (), resume: Sequence[str] = ()
 ) -> None:
-    await answered(operated(request).manager.ask.change(release=release, resume=resume))
+    await answered(trusted(request).manager.ask.change(release=release, resume=resume))

@@ -11,6 +11,7 @@ from fastapi import Request
 from mamba_eagle.message import Done
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import need_admin
+from mamba_eagle.server.http.origins import is_loopback
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.errors import EngineDead
 
@@ -21,6 +22,15 @@ def operated(request: Request) -> ServerState:
     """Raises: RequestError 401 where an admin key was set and the request does not carry it."""
     state = server_state(request)
     need_admin(request, state.config, request.url.path, by_default=True)
+    return state
+
+
+def trusted(request: Request) -> ServerState:
+    """For what reads folders of the server or takes its model away. Raises: RequestError 401, and
+    403 where there is no admin key and other machines can reach the server."""
+    state = server_state(request)
+    local = is_loopback(state.config.host)
+    need_admin(request, state.config, request.url.path, by_default=local)
     return state
 
 

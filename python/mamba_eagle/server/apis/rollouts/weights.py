@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_RID_LENGTH
 from mamba_eagle.message import Weights
-from mamba_eagle.server.apis.rollouts.operator import answered, operated
+from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, Flag, Text, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -53,7 +53,7 @@ class DirectoryBody(Body):
 async def update_weights_from_disk(request: Request) -> Response:
     """Names, shapes and dtypes of all tensors are checked first; if one is wrong, nothing changes.
     Running requests step back, and go on with the new weights; the prefix cache is emptied."""
-    state = operated(request)
+    state = trusted(request)
     body = await state.read_control(request, DiskBody)
     if not body.model_path and not body.draft_model_path:
         raise RequestError.about("model_path", "", "must be a folder on the server")
@@ -67,7 +67,7 @@ async def update_weights_from_disk(request: Request) -> Response:
 @router.post("/update_weights")
 async def update_weights(request: Request) -> Response:
     """As /update_weights_from_disk, from ``weight_dir``."""
-    state = operated(request)
+    state = trusted(request)
     body = await state.read_control(request, DirectoryBody)
     if not body.weight_dir:
         raise RequestError.about("weight_dir", "", "must be a folder on the server")
@@ -79,14 +79,14 @@ async def update_weights(request: Request) -> Response:
 @router.post("/finish_weight_update")
 async def update_in_parts(request: Request) -> Response:
     """vLLM's calls around /update_weights, which is whole by itself: nothing happens."""
-    operated(request)
+    trusted(request)
     return json_response({"status": "ok"})
 
 
 @router.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: Request) -> Response:
     """Refused."""
-    operated(request)
+    trusted(request)
     raise RequestError(f"/update_weights_from_tensor: {NO_PICKLE}")
 
 
@@ -95,7 +95,7 @@ async def update_weights_from_tensor(request: Request) -> Response:
 @router.post("/update_weights_from_distributed")
 async def join_group(request: Request) -> Response:
     """Refused."""
-    operated(request)
+    trusted(request)
     raise RequestError(f"{request.url.path}: {NO_GROUP}")
 
 
