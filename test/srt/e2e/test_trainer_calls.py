@@ -103,7 +103,11 @@ def test_trl(trainer: httpx.Client) -> None:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    assert len(send(trainer, "/v1/completions", body)["choices"]) == 4
+    choices = send(trainer, "/v1/completions", body)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [IDS, IDS, IDS[:2], IDS[:2]]
+    for choice in choices:
+        named = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == named and len(named) == 8
     send(trainer, "/reset_prefix_cache")
     group = {"init_info": {"master_address": "localhost", "master_port": 1, "world_size": 2}}
     answer = trainer.post("/init_weight_transfer_engine", json=group)
