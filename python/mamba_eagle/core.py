@@ -304,6 +304,8 @@ def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: in
     )
 
 
+MEMORY_TAGS = ("weights", "kv_cache")  # what memory can be given back of
+DEFAULT_VERSION = "default"  # of the weights that the server was started with
 # How hidden states after the final norm become one vector of a prompt.
 POOLINGS = ("last", "mean")
 

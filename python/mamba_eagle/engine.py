@@ -215,6 +215,37 @@ class Engine:
         reply = self._wait(_reply(self._app, EMBEDDINGS, {"input": list(texts)}))
         return [one["embedding"] for one in reply["data"]]
 
+    # ── for trainers: docs/rollouts.md ───────────────────────────────────────────────────────
+
+    def pause_generation(self, mode: str = "abort") -> Reply:
+        """Returns when no step is under way. mode: abort, retract or in_place.
+
+        Raises: EngineError, as all of these.
+        """
+        return self._post("/pause_generation", mode=mode)
+
+    def continue_generation(self) -> Reply:
+        return self._post("/continue_generation")
+
+    def reset_prefix_cache(self) -> Reply:
+        return self._post("/reset_prefix_cache")
+
+    def update_weights_from_disk(self, model_path: str = "", **fields: Any) -> Reply:
+        """fields: draft_model_path, weight_version, abort_all_requests. If names, shapes or dtypes
+        do not fit, nothing changes."""
+        return self._post("/update_weights_from_disk", model_path=model_path, **fields)
+
+    def release_memory_occupation(self, tags: Sequence[str] = ()) -> Reply:
+        """Frees weights and pools (both tags: weights, kv_cache) until all of it is resumed."""
+        return self._post("/release_memory_occupation", tags=list(tags))
+
+    def resume_memory_occupation(self, tags: Sequence[str] = ()) -> Reply:
+        return self._post("/resume_memory_occupation", tags=list(tags))
+
+    def _post(self, path: str, **body: Any) -> Reply:
+        reply: Reply = self._wait(_reply(self._app, path, body))
+        return reply
+
     async def async_post(self, path: str, body: Parameters) -> Answer:
         """What any POST route replies, errors too."""
         return await self._bridge(_post(self._app, path, body))

@@ -51,15 +51,14 @@ class EngineThreads:
         from mamba_eagle.runner.start import start_rank
         from mamba_eagle.runner.worker import Worker
 
-        runner = start_rank(self._config)
-        worker = Worker(runner, self._context, self._socket_dir)
+        worker = Worker(start_rank(self._config), self._context, self._socket_dir)
         scheduler = self._start(self._schedule, "scheduler")
         try:
             worker.serve()
         finally:
             self._ending.set()
             scheduler.join()
-            runner.close()
+            worker.close()
 
     def _schedule(self) -> None:
         scheduler = SchedulerProcess(self._config, self._context, self._socket_dir)

@@ -50,6 +50,11 @@ class MemorySettings(Settings):
         "ones",
         ("fcfs", "lpm", "priority"),
     )
+    logprobs_at_temperature: bool = setting(
+        False,
+        "logprobs of output tokens are those of the distribution at the request's temperature, as "
+        "trainers compute them; without, the model's own, at temperature 1",
+    )
     queue_timeout: float = setting(
         0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
     )

@@ -147,6 +147,11 @@ class AdapterSlots:
     def keep(self, number: int, adapter: HostAdapter) -> None:
         self._kept[number] = adapter
 
+    @property
+    def kept(self) -> dict[int, HostAdapter]:
+        """All that were read, by number; no weight of the model is in them."""
+        return dict(self._kept)
+
     def drop(self, number: int) -> None:
         """No plan names it any more."""
         self._kept.pop(number, None)

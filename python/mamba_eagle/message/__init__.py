@@ -3,10 +3,12 @@
     server    ── Generate, Abort, StopAt ────────────────────────▶ scheduler
     server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
+    server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
-    server    ◀── ProfileReply, AdapterReply ───────────────────── scheduler
+    server    ◀── ProfileReply, AdapterReply, Done ─────────────── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
-    scheduler ◀── RunnerReady, StepResult, ProfileReply ────────── runner
+    scheduler ── ChangeModel ────────────────────────────────────▶ runner
+    scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
     scheduler ◀── AdapterRead ──────────────────────────────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
@@ -24,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
+from mamba_eagle.core import DEFAULT_VERSION, FinishReason, SamplingParams, TreeShape
 from mamba_eagle.message.indices import Indices, indices
 
 
@@ -120,6 +122,43 @@ class UnloadAdapter(Message):
     name: str
 
 
+# What becomes of running requests: "keep" holds them in place, with their rows and states;
+# "retract" sends them back to the queue; "wait" lets them end and holds those that come later.
+PauseMode = Literal["keep", "retract", "wait"]
+
+
+class Pause(Message):
+    """No request begins until a Continue; answered by a Done once no step is under way."""
+
+    call_id: int
+    mode: PauseMode
+
+
+class Continue(Message):
+    """Ends a pause, if there is one; answered by a Done."""
+
+    call_id: int
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Folders to read weights from; "": as before."""
+
+    target: str = ""
+    drafter: str = ""
+    version: str = ""  # what replies call them from then on; "": as before
+
+
+class ChangeModel(Message):
+    """Load other weights, give memory back, or take it again; goes on to the runner once no request
+    holds a slot and the prefix cache is empty. Answered by a Done: if it names a problem, all is
+    as it was."""
+
+    call_id: int
+    weights: Weights | None = None
+    release: list[str] = []  # tags (core.MEMORY_TAGS); memory is free while one is released
+    resume: list[str] = []
+
+
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
 
 
@@ -144,7 +183,7 @@ class Ready(EngineSize, kw_only=True):
 
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One position: the token's own logprob and the best ones, both before penalties and
-    filters."""
+    filters, and before the temperature unless --logprobs-at-temperature is set."""
 
     token_id: int
     logprob: float | None  # None for the first token of a prompt
@@ -185,6 +224,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_logprobs: list[TokenLogprob] = []  # once, with the first output, if requested
     trace: StepTrace | None = None  # of the step that generated token_ids, if requested
     embedding: bytes = b""  # with the first output, if requested: float32, little-endian
+    weight_version: str = DEFAULT_VERSION  # of the weights that made token_ids
 
 
 class Outputs(Message):
@@ -248,6 +288,13 @@ class ProfileReply(Message):
 
 class AdapterReply(Message):
     """Answers a LoadAdapter or an UnloadAdapter."""
+
+    call_id: int
+    problem: str = ""  # why nothing has changed
+
+
+class Done(Message):
+    """Answers a Pause, a Continue or a ChangeModel; of the last, the runner's."""
 
     call_id: int
     problem: str = ""  # why nothing has changed
@@ -335,6 +382,7 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     history: Indices = msgspec.field(default_factory=indices)
     return_logprob: bool = False
     top_logprobs: int = 0
+    logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
     return_spec_trace: bool = False
     pooling: str = ""  # as Generate's; "mean" starts at position 0
     adapter: int = -1  # its slot; -1: none
@@ -530,9 +578,13 @@ class Heartbeat(Message):
 BEAT_SECONDS = 0.5
 
 Changes = LoadAdapter | UnloadAdapter
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache | Profile | Changes
-ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply
+Question = FlushCache | GetState | GetCache | Profile | Changes | Pause | Continue | ChangeModel
+ToScheduler = Generate | Abort | StopAt | Question
+Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done
+ToServer = Ready | Outputs | Answer
 ForAdapters = ReadAdapter | DropAdapter
-ToRunner = Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar | ForAdapters
-FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead
+ToRunner = (
+    Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar | ForAdapters | ChangeModel
+)
+FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done
 ToWatchdog = Heartbeat

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -18,6 +19,7 @@ class Compilations:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._stop: list[Callable[[], object]] = []
         if "triton" in sys.modules:
             self._listen_to_triton()
         if "numba" in sys.modules:
@@ -26,6 +28,11 @@ class Compilations:
     @property
     def count(self) -> int:
         return len(self.names)
+
+    def close(self) -> None:
+        """Listen no more."""
+        while self._stop:
+            self._stop.pop()()
 
     def _compiled(self, name: str, what: str) -> None:
         self.names.append(name)
@@ -42,6 +49,7 @@ class Compilations:
                 before(src=src, cache_hit=cache_hit, **others)
 
         knobs.compilation.listener = listener
+        self._stop.append(lambda: setattr(knobs.compilation, "listener", before))
 
     def _listen_to_numba(self) -> None:
         from numba.core import event
@@ -54,4 +62,6 @@ class Compilations:
 
             def on_end(self, event: Any) -> None: ...
 
-        event.register("numba:compile", Listener())
+        own = Listener()
+        event.register("numba:compile", own)
+        self._stop.append(lambda: event.unregister("numba:compile", own))

@@ -245,9 +245,15 @@ class ModelRunner:
         steps.warm_up(step_shapes(shape, self.config.speculative_adaptive))
         return steps
 
-    def close(self) -> None:
-        """Leave the other ranks; nothing may be launched afterwards. Graphs go first: NCCL would
-        wait for those that hold its operations for ever."""
+    def retire(self) -> None:
+        """Nothing may be launched afterwards; the ranks stay together."""
         self.turns.commit()
         self.steps.close()
+        if self.compilations is not None:
+            self.compilations.close()
+
+    def close(self) -> None:
+        """Leave the other ranks as well. Graphs go first: NCCL would wait for those that hold its
+        operations for ever."""
+        self.retire()
         self.parts.ranks.close()

@@ -27,15 +27,18 @@ def main() -> None:
     from mamba_eagle.runner.worker import Worker
 
     try:
-        runner = start_rank(config, rank, socket_dir)
+        worker = Worker(start_rank(config, rank, socket_dir), zmq.Context(), socket_dir, rank)
     except ConfigError as error:
         logs.complain(f"error: {error}")
         sys.exit(REFUSED)
-    worker = Worker(runner, zmq.Context(), socket_dir, rank)
     worker.pulse.start()
-    worker.serve()
+    try:
+        worker.serve()
+    except ConfigError as error:
+        logs.complain(f"error: {error}")
+        sys.exit(1)
     ignore_end_signal()  # before pools and sockets are destroyed, as this returns
-    runner.close()
+    worker.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from typing import Any
 import zmq
 
 from mamba_eagle.message import (
+    ChangeModel,
     CompileGrammar,
+    Done,
     DropAdapter,
     FromRunner,
     Plan,
@@ -27,6 +29,7 @@ from mamba_eagle.runner.compiling import Compiling
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.profiler import StepProfiler
 from mamba_eagle.runner.pulse import Pulse
+from mamba_eagle.runner.renewal import Renewal
 from mamba_eagle.runner.steps.launched import Launched
 from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
@@ -46,6 +49,7 @@ class Worker:
     ) -> None:
         """Reports that the runner is ready. The pulse is not started."""
         self.runner, self.rank = runner, rank
+        self.renewal = Renewal(runner)
         self.answers = rank == runner.config.answering_rank
         self.plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
         self.results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
@@ -55,17 +59,22 @@ class Worker:
         self.compiling = Compiling(runner.constraints)
         self.reading = AdapterReader(runner.adapters)
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
-        runner.before_waiting = self._send_all
+        self._adopt(runner)
         self.results.send(runner.ready)
 
     def serve(self) -> None:
-        """Returns when it receives Shutdown."""
+        """Returns when it receives Shutdown.
+
+        Raises: ConfigError if other weights could not be loaded, when the old ones are gone.
+        """
         while not isinstance(message := self._next(), Shutdown):
             if isinstance(message, SimulateAcceptance):
                 self.runner.simulate_accept_length(message.length)
             elif isinstance(message, Profile):
                 if self.rank == 0:  # the others' steps are the same
                     self.results.send(self.profiler.answer(message))
+            elif isinstance(message, ChangeModel):
+                self._change(message)
             elif isinstance(message, CompileGrammar):
                 self.compiling.begin(message)
             elif isinstance(message, ReadAdapter):
@@ -82,21 +91,48 @@ class Worker:
             for read in self.reading.take_done():
                 self.results.send(read)
 
+    def close(self) -> None:
+        """After ``serve``: the runner leaves the others."""
+        self.renewal.close()
+
+    def _adopt(self, runner: ModelRunner) -> None:
+        """It executes the plans from now on."""
+        self.runner, self.reading.adapters = runner, runner.adapters
+        runner.before_waiting = self._send_all
+
+    def _change(self, asked: ChangeModel) -> None:
+        """Only between steps: the scheduler waits for the answer."""
+        self._send_all()
+        problem = self.renewal.change(asked, self._let_go)
+        if self.renewal.runner is not None:
+            self._adopt(self.renewal.runner)
+        if self.answers:
+            self.results.send(Done(call_id=asked.call_id, problem=problem))
+
+    def _let_go(self) -> None:
+        del self.runner, self.reading.adapters
+
     def _next(self) -> ToRunner | None:
         """The next message; None if the oldest launched step is done before one comes, or if a
         grammar may be."""
         if not self.received and (message := self._wait()) is not None:
             self.received.append(message)
-        while self.runner.drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
+        while self._drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
             self.received.append(message)
         return self.received.popleft() if self.received else None
 
+    @property
+    def _drafts_ahead(self) -> bool:
+        return self.renewal.runner is not None and self.runner.drafts_ahead
+
     def _wait(self) -> ToRunner | None:
         plans = self.plans
+        if self.renewal.runner is None and not self.compiling:
+            return plans.receive()
         if not self.launched:
             if self.compiling or self.reading:
                 return plans.receive(timeout_ms=COMPILED_MS)
-            if not len(self.runner.turns):
+            if not self.runner.turns:
                 return plans.receive()
             if (plan := plans.receive(timeout_ms=PATIENCE_MS)) is None:
                 self.runner.turns.commit()

@@ -155,6 +155,16 @@ class Adapters:
         if adapter is not None:
             adapter.holding -= 1
 
+    def empty_slots(self) -> None:
+        """The device has lost what is in them. No request holds one."""
+        self._in_slot.clear()
+
+    @property
+    def are_read(self) -> bool:
+        """Whether the runner is reading none."""
+        unsent = sum(isinstance(each, ReadAdapter) for each in self._unsent)
+        return len(self._reading) == unsent
+
     def check_integrity(self, holding: int) -> None:
         """Raises: RuntimeError with numbers, unless slots know of as many requests as hold slots
         and have an adapter."""

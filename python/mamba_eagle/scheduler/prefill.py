@@ -50,6 +50,7 @@ class PrefillManager:
         paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
         self.saves = StateSaves(config, slots, runner)
+        self.tempers_logprobs = config.logprobs_at_temperature
         self.longest_match_first = config.schedule_policy == "lpm"
         self.nodes = config.tree_shape.nodes
         self.drafter_needs_history = needs_history(config.speculative_algorithm)
@@ -242,6 +243,7 @@ class PrefillManager:
             prefix_kv_slots=held.kv[:start],
             return_logprob=request.return_logprob,
             top_logprobs=request.top_logprobs,
+            logprob_temperature=self._logprob_temperature(request),
             return_spec_trace=request.return_spec_trace,
             pooling=request.pooling,
             adapter=self.adapters.slot_of(request.adapter),
@@ -256,6 +258,11 @@ class PrefillManager:
         if request.sampling.reads_history or self.drafter_needs_history:
             first.history = request.tokens[:start]
         return first
+
+    def _logprob_temperature(self, request: Request) -> float:
+        """Greedy requests sample from no distribution: theirs is the model's own."""
+        sampling = request.sampling
+        return sampling.temperature if self.tempers_logprobs and sampling.temperature > 0 else 1.0
 
 
 def _place(request: Request) -> tuple[int, bool, int]:

@@ -20,6 +20,9 @@ from mamba_eagle.message import (
     AdapterRead,
     AdapterReply,
     CacheReply,
+    ChangeModel,
+    Continue,
+    Done,
     EngineSize,
     FlushCache,
     FlushReply,
@@ -31,6 +34,7 @@ from mamba_eagle.message import (
     Heartbeat,
     LoadAdapter,
     Outputs,
+    Pause,
     Profile,
     ProfileReply,
     Ready,
@@ -70,6 +74,8 @@ class SchedulerProcess:
         self.grammars: GrammarQueue
         self.events: EventPublisher | None = None
         self.flushes: list[int] = []  # calls that wait for the last plans to come back
+        self.pauses: list[int] = []  # the same
+        self.told_runner = False  # of the change of the model that is under way
         self.changed = False  # since the last integrity check
         self.checked_at = 0.0
         self.next_beat = 0.0
@@ -134,7 +140,8 @@ class SchedulerProcess:
         now = time.monotonic()
         if now >= self.next_beat:
             self.next_beat = now + BEAT_SECONDS
-            busy, steps = self.scheduler.busy, self.scheduler.stats.num_steps
+            busy = self.scheduler.busy and not self.scheduler.stands_still
+            steps = self.scheduler.stats.num_steps
             self.heartbeats.send(Heartbeat(role="scheduler", busy=busy, steps=steps))
 
     def receive_requests(self) -> None:
@@ -181,23 +188,38 @@ class SchedulerProcess:
                     self.answer(self.scheduler.adapters.load(message))
                 case UnloadAdapter():
                     self.answer(self.scheduler.adapters.unload(message))
+                case Pause():
+                    self.pauses.append(message.call_id)
+                    self.scheduler.pause(message.mode)
+                case Continue():
+                    self.scheduler.resume()
+                    self.answer_pauses()
+                    self.outputs.send(Done(call_id=message.call_id))
+                case ChangeModel():
+                    self.begin_change(message)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
         while (plan := self.scheduler.plan()) is not None:
             self.plans.send(plan)
-            if self.events is not None:
-                self.events.publish()
+            self.publish()
         self.send_unsent()
 
     def send_unsent(self) -> None:
         """What the runner is to do beside its steps."""
-        for asked in (*self.grammars.take_unsent(), *self.scheduler.adapters.take_unsent()):
-            self.plans.send(asked)
+        for grammar in self.grammars.take_unsent():
+            self.plans.send(grammar)
+        changes = self.scheduler.pauses.change is not None and self.told_runner
+        if not changes and not self.scheduler.pauses.released:  # else there are no slots for them
+            for asked in self.scheduler.adapters.take_unsent():
+                self.plans.send(asked)
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
         if isinstance(result, ProfileReply):
+            self.outputs.send(result)
+        elif isinstance(result, Done):
+            self.scheduler.pauses.changed(worked=not result.problem)
             self.outputs.send(result)
         elif isinstance(result, GrammarCompiled):
             self.grammars.compiled(result.number)
@@ -215,8 +237,33 @@ class SchedulerProcess:
         if outputs:
             self.outputs.send(Outputs(outputs=outputs))
 
+    def begin_change(self, message: ChangeModel) -> None:
+        if problem := self.scheduler.pauses.problem(message):
+            self.outputs.send(Done(call_id=message.call_id, problem=problem))
+        else:
+            self.told_runner = False
+            self.scheduler.begin_change(message)
+
+    def go_on_with_change(self) -> None:
+        """The runner changes the model once no slot is held and nothing is cached."""
+        change = self.scheduler.pauses.change
+        if change is not None and not self.told_runner and self.scheduler.may_change:
+            self.scheduler.lose_all()
+            self.publish()
+            self.told_runner = True
+            self.plans.send(change)
+
+    def answer_pauses(self) -> None:
+        """Once no step is under way; or a Continue has ended them before."""
+        if self.pauses and (self.scheduler.pauses.mode is None or self.scheduler.paused):
+            for call_id in self.pauses:
+                self.outputs.send(Done(call_id=call_id))
+            self.pauses.clear()
+
     def when_idle(self) -> None:
         self.answer_flushes()
+        self.answer_pauses()
+        self.go_on_with_change()
         now = time.monotonic()
         if self.changed and self.scheduler.idle and now - self.checked_at >= CHECK_SECONDS:
             self.scheduler.check_integrity()
@@ -228,20 +275,25 @@ class SchedulerProcess:
         back; clients would not call that running, so the answer waits for it."""
         if not self.flushes:
             return
-        if self.scheduler.busy:
+        if self.scheduler.needs_cache:
             state = self.scheduler.state()
             running, waiting = int(state["num_running_reqs"]), int(state["num_queue_reqs"])
             text = f"{running} requests run and {waiting} wait: flush when there are none"
+            if self.scheduler.stands_still:
+                text = f"{running} requests are held in place: continue, or pause by another mode"
             for call_id in self.flushes:
                 self.outputs.send(FlushReply(call_id=call_id, ok=False, message=text))
             self.flushes.clear()
-        elif self.scheduler.idle:
+        elif self.scheduler.holds_nothing:
             self.scheduler.flush()
-            if self.events is not None:
-                self.events.publish()
+            self.publish()
             for call_id in self.flushes:
                 self.outputs.send(FlushReply(call_id=call_id, ok=True, message="cache flushed"))
             self.flushes.clear()
+
+    def publish(self) -> None:
+        if self.events is not None:
+            self.events.publish()
 
     def close(self) -> None:
         """Tells the runner to end as well."""

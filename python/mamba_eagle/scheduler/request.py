@@ -8,7 +8,7 @@ import msgspec
 
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import DEFAULT_VERSION, FinishReason
 from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.adapters import Adapter
@@ -58,6 +58,7 @@ class Request:
         self.proposed_drafts = 0
         self.accept_histogram: list[int] = []
         self.retractions = 0
+        self.weight_version = DEFAULT_VERSION  # of the weights that it runs with
         self.queue_time = -1.0  # seconds; negative: not admitted so far
         self.waits_for_grammar = False  # until the runner has compiled it (grammars.py)
         self.input_logprobs: list[TokenLogprob] = []
@@ -216,6 +217,7 @@ class Request:
             input_logprobs=input_logprobs,
             trace=trace,
             embedding=embedding,
+            weight_version=self.weight_version,
         )
 
 

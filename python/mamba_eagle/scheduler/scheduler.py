@@ -22,10 +22,12 @@ from mamba_eagle.core import Failure, FinishReason, TreeShape, shown
 from mamba_eagle.message import (
     AnchorMove,
     CacheUse,
+    ChangeModel,
     DecodeResult,
     DraftCopy,
     Generate,
     JournalPart,
+    PauseMode,
     Plan,
     PrefillResult,
     Release,
@@ -38,6 +40,7 @@ from mamba_eagle.message import (
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.decode import DecodeManager
+from mamba_eagle.scheduler.pauses import Pauses
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
@@ -80,6 +83,7 @@ class Scheduler:
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
+        self.pauses = Pauses()
         self._live: dict[str, Request] = {}  # requests that have not ended
         self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
         self._in_flight: deque[PlanDraft] = deque()
@@ -106,10 +110,12 @@ class Scheduler:
         adapter = self.adapters.of(message.adapter)
         request = Request(message, self._num_added, eos, self.runner.context_length, adapter)
         self.adapters.begin(adapter)
+        request.weight_version = self.pauses.version
         self._live[request.rid] = request
         if self.prefill.grammars is not None:
             self.prefill.grammars.add(request)
-        self.prefill.add(request)
+        if not self.pauses.holds_back(request):
+            self.prefill.add(request)
         return []
 
     def abort(self, rid: str | None) -> list[RequestOutput]:
@@ -168,7 +174,41 @@ class Scheduler:
         self.stats.num_aborted += request.finish.kind == "abort"
         self.prefill.remove(request)
         self.adapters.end(request.adapter)
+        self.pauses.forget(request)
         del self._live[request.rid]
+
+    # ── pauses ───────────────────────────────────────────────────────────────────────────────
+
+    def pause(self, mode: PauseMode) -> None:
+        """``paused`` says when it has come into force. A second pause replaces the first."""
+        self.pauses.mode = mode
+        if mode == "retract":
+            self._retract_all()
+
+    def resume(self) -> None:
+        """End a pause. Requests go on where they were."""
+        for request in self.pauses.end():
+            self.prefill.add(request)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the pause is in force: no step is under way and, unless requests are held in
+        place, none holds a slot."""
+        if self.pauses.mode == "keep":
+            return not self._in_flight
+        rests = self.pauses.mode == "retract" or not self.prefill.waiting
+        return self.holds_nothing and rests
+
+    def begin_change(self, change: ChangeModel) -> None:
+        """Takes every slot from its request. Once ``holds_nothing`` the cache can be emptied, and
+        the runner is to hear of the change."""
+        self.pauses.change = change
+        self._retract_all()
+
+    def _retract_all(self) -> None:
+        for request in self._admitted:
+            if not request.leaving:
+                self._retract(request)
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────
 
@@ -179,19 +219,26 @@ class Scheduler:
         self.slots.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
-        if not self.prompts_first:
-            self._schedule_decode(plan)
-        beside = self._in_flight if self.cohorts.count > 1 else ()  # at work at the same time
-        decodes = any(each.decodes for each in (plan, *beside))
-        self._admitted += self.prefill.schedule(plan, self._admitted, decodes)
-        if self.prefill.is_full:
-            self._step_back()
-        if self.prompts_first and not plan.chunks:
-            self._schedule_decode(plan)
+        if not self.pauses.stops_all:
+            self._schedule(plan)
         if plan.empty:
             return None
         self._complete(plan)
         return plan.as_message()
+
+    def _schedule(self, plan: PlanDraft) -> None:
+        if not self.prompts_first:
+            self._schedule_decode(plan)
+        beside = self._in_flight if self.cohorts.count > 1 else ()  # at work at the same time
+        decodes = any(each.decodes for each in (plan, *beside))
+        admitted = self.prefill.schedule(plan, self._admitted, decodes)
+        self._admitted += admitted
+        for request in admitted:
+            request.weight_version = self.pauses.version
+        if self.prefill.is_full:
+            self._step_back()
+        if self.prompts_first and not plan.chunks:
+            self._schedule_decode(plan)
 
     def _schedule_decode(self, plan: PlanDraft) -> None:
         ready = self.cohorts.choose(self._admitted)
@@ -398,15 +445,42 @@ class Scheduler:
         return bool(self._live)
 
     @property
+    def stands_still(self) -> bool:
+        """Requests wait because of a pause."""
+        return self.pauses.any
+
+    @property
+    def needs_cache(self) -> bool:
+        """Requests run, wait to run, or are held in place."""
+        if self.pauses.stops_all:
+            return any(not request.leaving for request in self._admitted)
+        return len(self._live) > len(self.pauses.later)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """No request holds a slot, and nothing is on its way."""
+        return not (self._admitted or self._in_flight)
+
+    @property
     def idle(self) -> bool:
         """Nothing runs, waits, or is on its way."""
-        return not (self._live or self._admitted or self._in_flight)
+        return not self._live and self.holds_nothing
 
     def flush(self) -> None:
-        """Empties the cache. Raises: RuntimeError unless idle."""
-        if not self.idle:
-            raise RuntimeError("the cache can be flushed only while nothing runs or waits")
+        """Empties the cache. Raises: RuntimeError while anything holds a part of it."""
+        if not self.holds_nothing:
+            raise RuntimeError("the cache can be flushed only while no request holds slots")
         self.slots.flush()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a change of the model that waits can begin: nothing is held or being read."""
+        return self.holds_nothing and self.adapters.are_read
+
+    def lose_all(self) -> None:
+        """The runner is about to forget everything that lies in slots."""
+        self.flush()
+        self.adapters.empty_slots()
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers, unless free + cached + held = total."""
@@ -420,7 +494,7 @@ class Scheduler:
         waiting = self.prefill.waiting
         return {
             "num_running_reqs": sum(not request.leaving for request in self._admitted),
-            "num_queue_reqs": len(waiting),
+            "num_queue_reqs": len(waiting) + len(self.pauses.later),
             "num_queue_tokens": sum(len(request.to_prefill) for request in waiting),
             **self.slots.gauges(),
             **self.stats.as_dict(),

@@ -35,6 +35,8 @@ from mamba_eagle.server.apis.anthropic import route as anthropic
 from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
+from mamba_eagle.server.apis.rollouts import memory, pauses, weights
+from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import KeyAuth
@@ -101,7 +103,8 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, adapters, openapi, page),
+        *(tokens, cache, control, profile, adapters, pauses, weights, memory),
+        *(rollouts, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
@@ -209,7 +212,7 @@ async def model_info(request: Request) -> Response:
             "is_generation": True,
             "model_type": model.get("model_type"),
             "architectures": model.get("architectures"),
-            "weight_version": "default",
+            "weight_version": state.manager.weight_version,
             "load_format": state.config.load_format,
             "max_model_len": state.context_length,
         }

@@ -47,6 +47,7 @@ class ServerState:
     started: float = field(default_factory=time.time)
     lifetime: Lifetime = field(default_factory=Lifetime)
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
+    paused: bool = False  # requests that come wait
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from mamba_eagle.config import ServerConfig
-from mamba_eagle.core import Failure, FinishReason, shown
+from mamba_eagle.core import DEFAULT_VERSION, Failure, FinishReason, shown
 from mamba_eagle.message import (
     Abort,
     Outputs,
@@ -57,6 +57,7 @@ class TokenizerManager:
         self.config = config
         self.recorder = recorder
         self.tokenizer: TextTokenizer | None = None  # set when loaded; None: token ids only
+        self.weight_version = DEFAULT_VERSION  # of those that requests run with now
         self.dead: str | None = None  # why no request can be served any more
         self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
         self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
@@ -144,6 +145,7 @@ class TokenizerManager:
             )
         sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
         sample.seed = seed
+        sample.last.weight_version = self.weight_version
         live.samples.append(sample)
         live.open += 1
         self._live.add(sample)

@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from mamba_eagle.message import (
     AdapterReply,
+    Answer,
     CacheReply,
+    ChangeModel,
     Changes,
+    Continue,
+    Done,
     FlushCache,
     FlushReply,
     GetCache,
     GetState,
     LoadAdapter,
+    Pause,
+    PauseMode,
     Profile,
     ProfileReply,
+    Question,
     StateReply,
     ToScheduler,
     UnloadAdapter,
+    Weights,
 )
 from mamba_eagle.message.channel import Sender
 from mamba_eagle.tokenizer.errors import EngineDead
@@ -39,9 +48,7 @@ class Questions:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
 
-    def answer(
-        self, reply: StateReply | CacheReply | FlushReply | ProfileReply | AdapterReply
-    ) -> None:
+    def answer(self, reply: Answer) -> None:
         asked = self._waiting.get(reply.call_id)
         if asked is not None and not asked.done():
             asked.set_result(reply)
@@ -100,9 +107,32 @@ class Questions:
         assert isinstance(reply, AdapterReply)
         return reply.problem
 
-    async def _ask(
-        self, item: FlushCache | GetState | GetCache | Profile | Changes, timeout: float
-    ) -> Any:
+    async def pause(self, mode: PauseMode, timeout: float) -> Done:
+        """Returns once the pause is in force."""
+        return await self._done(Pause(call_id=next(self._numbers), mode=mode), timeout)
+
+    async def go_on(self) -> Done:
+        """Ends a pause."""
+        return await self._done(Continue(call_id=next(self._numbers)), 30.0)
+
+    async def change(
+        self,
+        weights: Weights | None = None,
+        release: Sequence[str] = (),
+        resume: Sequence[str] = (),
+        timeout: float = 1800.0,
+    ) -> Done:
+        """Loads other weights, or gives memory back or takes it again, by tags."""
+        tags = {"release": list(release), "resume": list(resume)}
+        item = ChangeModel(call_id=next(self._numbers), weights=weights, **tags)
+        return await self._done(item, timeout)
+
+    async def _done(self, item: Question, timeout: float) -> Done:
+        reply = await self._ask(item, timeout)
+        assert isinstance(reply, Done)
+        return reply
+
+    async def _ask(self, item: Question, timeout: float) -> Any:
         if self._dead is not None:
             raise EngineDead(self._dead)
         asked: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

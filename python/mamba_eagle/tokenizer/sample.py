@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,6 +36,14 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
 
 
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of an output, and the version of the weights that made them."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Sample:
     """One output of one prompt. Tokens go in, visible text and counts come out.
 
@@ -62,6 +71,7 @@ class Sample:
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.traces: list[StepTrace] = []
+        self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
         self.embedding = b""  # float32, little-endian
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
@@ -77,6 +87,9 @@ class Sample:
     def take(self, output: RequestOutput) -> StopAt | None:
         """Adds an output; gives the message for the scheduler if a stop string became complete."""
         self.last = output
+        version = output.weight_version
+        if output.token_ids and (not self._versions or self._versions[-1][1] != version):
+            self._versions.append((len(self.output_ids), version))
         if output.input_logprobs:
             self.input_logprobs.extend(output.input_logprobs)
         if output.trace is not None:
@@ -133,6 +146,12 @@ class Sample:
             return self.text
         held = self._stops.held_back()
         return self.text[: len(self.text) - held] if held else self.text
+
+    @property
+    def versions(self) -> list[VersionSpan]:
+        """Which weights made which tokens of the output."""
+        ends = [start for start, _ in self._versions[1:]] + [len(self.output_ids)]
+        return [VersionSpan(own, start, end) for (start, own), end in zip(self._versions, ends)]
 
     @property
     def error(self) -> FinishReason | None:

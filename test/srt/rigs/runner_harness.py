@@ -301,7 +301,13 @@ class Engine:
         if 0 <= logprobs < end:
             item.logprob_start = max(logprobs, start)
         if start == (len(live.hit.tokens) if live.hit else 0):
-            asked = ("return_logprob", "top_logprobs", "return_spec_trace", "pooling")
+            asked = (
+                "return_logprob",
+                "top_logprobs",
+                "logprob_temperature",
+                "return_spec_trace",
+                "pooling",
+            )
             item.first = FirstChunk(
                 sampling=live.sampling,
                 output_start=live.prompt_len,

@@ -13,7 +13,7 @@ from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
-from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill
+from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
 from mamba_eagle.tree.tree import Tree
 
 
@@ -44,8 +44,8 @@ class PendingDecode:
         for i, slot in enumerate(batch.slots):
             if table.wants_logprobs[slot]:
                 logits = verified.logits[i, accepted.nodes[i]]
-                top = table.top_logprobs[slot]
-                self.logprobs[i] = Logprobs(chooser, logits, accepted.tokens[i], top)
+                tokens = accepted.tokens[i]
+                self.logprobs[i] = output_logprobs(chooser, table, slot, logits, tokens)
         if any(self.traced):
             self.tree = Tree(*(place.to_host(part) for part in verified.tree))
 

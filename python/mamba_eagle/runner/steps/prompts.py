@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
 from mamba_eagle.backend.place import Numbers, Place
-from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
@@ -42,6 +42,16 @@ class Logprobs:
             TokenLogprob(token, logprob, list(zip(top_values, top_ids, strict=True)))
             for token, logprob, top_values, top_ids in zip(*columns, strict=True)
         ]
+
+
+def output_logprobs(
+    chooser: Chooser, table: RequestTable, slot: int, logits: Tensor, tokens: Tensor
+) -> Logprobs:
+    """Of sampled tokens [n] of the request in ``slot``; logits [n, V]."""
+    temperature = table.logprob_temperature[slot]
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    return Logprobs(chooser, logits, tokens, table.top_logprobs[slot])
 
 
 @dataclass
@@ -286,6 +296,7 @@ class PromptRunner:
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
         table.wants_logprobs[slot] = first.return_logprob
         table.top_logprobs[slot] = first.top_logprobs
+        table.logprob_temperature[slot] = first.logprob_temperature
         table.wants_trace[slot] = first.return_spec_trace
         self.step.adapters.admit(slot, first.adapter)
         self.pooling.admit(slot, first.pooling)
@@ -342,9 +353,8 @@ class PromptRunner:
         pending.first_tokens, pending.marks = self.place.to_host(sampled), marks
         for i, part in enumerate(parts):
             if table.wants_logprobs[part.item.slot]:
-                top = table.top_logprobs[part.item.slot]
-                pending.first_logprobs[i] = Logprobs(
-                    chooser, logits[i : i + 1], tokens[i : i + 1], top
+                pending.first_logprobs[i] = output_logprobs(
+                    chooser, table, part.item.slot, logits[i : i + 1], tokens[i : i + 1]
                 )
 
 

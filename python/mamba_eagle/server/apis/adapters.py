@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_MODEL_LENGTH
+from mamba_eagle.server.apis.rollouts.operator import trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, needs
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.http.origins import is_loopback
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.errors import EngineDead
 
 MAX_FOLDER = 4096  # characters of a path
@@ -41,7 +40,7 @@ async def load(request: Request) -> Response:
     """Serves a PEFT adapter under a name, from the next request on; another of that name is
     replaced, and requests that have begun keep it. Takes the admin key, unless the server has none
     and listens to its own machine alone."""
-    state = _for_operators(request)
+    state = trusted(request)
     body = await state.read_control(request, LoadBody)
     if not body.lora_name or body.lora_name == state.model_name:
         remedy = "must be a name of its own, not the model's"
@@ -55,20 +54,13 @@ async def load(request: Request) -> Response:
 @router.post("/v1/unload_lora_adapter")
 async def unload(request: Request) -> Response:
     """Requests that have begun end with it. Takes the admin key like /load_lora_adapter."""
-    state = _for_operators(request)
+    state = trusted(request)
     body = await state.read_control(request, UnloadBody)
     if body.lora_name not in state.adapters:
         raise RequestError.about("lora_name", body.lora_name, state.loaded_adapters)
     await _answered(state.manager.ask.unload_adapter(body.lora_name))
     state.adapters.pop(body.lora_name, None)
     return _loaded(state)
-
-
-def _for_operators(request: Request) -> ServerState:
-    state = server_state(request)
-    local = is_loopback(state.config.host)
-    need_admin(request, state.config, request.url.path, by_default=local)
-    return state
 
 
 async def _answered(asked: Coroutine[Any, Any, str]) -> None:

@@ -21,6 +21,10 @@ from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
 from mamba_eagle.server.apis.profile import ProfileBody
 from mamba_eagle.server.apis.responses.body import ResponseBody
+from mamba_eagle.server.apis.rollouts.memory import TagsBody
+from mamba_eagle.server.apis.rollouts.pauses import PauseBody
+from mamba_eagle.server.apis.rollouts.tokens import TokensBody
+from mamba_eagle.server.apis.rollouts.weights import DirectoryBody, DiskBody
 from mamba_eagle.server.apis.score import ScoreBody
 from mamba_eagle.server.apis.tokens import DetokenizeBody, TokenizeBody
 from mamba_eagle.server.bodies.model import Body, Schema, described
@@ -46,12 +50,23 @@ BODIES: Mapping[str, type[Body]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/unload_lora_adapter": UnloadBody,
     "/v1/unload_lora_adapter": UnloadBody,
+    "/inference/v1/generate": TokensBody,
+    "/pause_generation": PauseBody,
+    "/update_weights_from_disk": DiskBody,
+    "/update_weights": DirectoryBody,
+    "/release_memory_occupation": TagsBody,
+    "/resume_memory_occupation": TagsBody,
 }
 QUERIES: Mapping[str, Mapping[str, str]] = {
     "/cache": {
         "nodes": "how many nodes of the tree are listed",
         "text": "1: with the beginning of each one's text; takes the admin key",
     },
+    "/pause": {
+        "mode": "abort, wait or keep",
+        "clear_cache": "false: what is cached stays",
+    },
+    "/wake_up": {"tags": "weights, kv_cache; left out: both"},
     "/flush_cache": {"timeout": "seconds to wait for the server to be idle"},
 }
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"

@@ -14,10 +14,16 @@ PROMPT = random_prompt(37, seed=1)
 SETTINGS = ["none", "tree", "tree-snapshot", "tree-fewest-rows", "chain", "tree-torch"]
 
 
-def assert_logprobs(tiny: Tiny, found: list[TokenLogprob], tokens: list[int], first: int) -> None:
+def assert_logprobs(
+    tiny: Tiny,
+    found: list[TokenLogprob],
+    tokens: list[int],
+    first: int,
+    temperature: float = 1.0,
+) -> None:
     """found: of tokens[first:]."""
     assert [each.token_id for each in found] == tokens[first:]
-    logprobs = tiny.plain.logits(tokens[:-1]).log_softmax(1)
+    logprobs = (tiny.plain.logits(tokens[:-1]) / temperature).log_softmax(1)
     for position, each in enumerate(found, start=first):
         if position == 0:
             assert each.logprob is None
@@ -43,6 +49,16 @@ def test_output_logprobs_are_the_plain_models(tiny: Tiny, settings: str) -> None
         assert_logprobs(tiny, live.logprobs, live.tokens, live.prompt_len)
     assert len(lives[0].logprobs[0].top) == 4 and lives[1].logprobs[0].top == []
     assert lives[2].logprobs == [] and lives[2].steps[0].logprobs == []
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_output_logprobs_may_be_those_at_the_temperature(tiny: Tiny, settings: str) -> None:
+    """With drafts and without."""
+    engine = tiny.engine(settings)
+    asks = {"return_logprob": True, "top_logprobs": 3, "logprob_temperature": 0.6}
+    live = engine.start(PROMPT, sampled(15, 3, temperature=0.6), **asks)
+    engine.finish([live])
+    assert_logprobs(tiny, live.logprobs, live.tokens, live.prompt_len, temperature=0.6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import DEFAULT_VERSION, FinishReason
 from mamba_eagle.message import StepTrace, TokenLogprob
 from mamba_eagle.server.errors import failure_status
 from mamba_eagle.server.http.json_list import JsonList
@@ -72,13 +72,19 @@ class Reply:
             "completion_tokens": count,
             "cached_tokens": counters.cached_tokens,
             "e2e_latency": (sample.finish_time or time.time()) - sample.request.arrival,
-            "weight_version": "default",
+            "weight_version": counters.weight_version,
         }
+        if counters.weight_version != DEFAULT_VERSION:
+            meta["weight_versions"] = [span._asdict() for span in sample.versions]
         if counters.verify_steps:
             proposed = counters.proposed_drafts
             meta["spec_accept_length"] = count / counters.verify_steps
             meta["spec_accept_rate"] = counters.accepted_drafts / proposed if proposed else 0.0
             meta["spec_verify_ct"] = counters.verify_steps
+            for accepted in ("spec_accept_token_num", "spec_num_correct_drafts"):
+                meta[accepted] = counters.accepted_drafts
+            for drafted in ("spec_draft_token_num", "spec_num_proposed_drafts"):
+                meta[drafted] = proposed
             meta["spec_accept_histogram"] = counters.accept_histogram
         if sample.prompt.return_spec_trace:
             # not from the beginning each time: a long stream's events would grow without end

@@ -73,6 +73,8 @@ class CompletionBody(OpenAIBody):
     suffix: Text = says("what the output must lead to, of models with tokens for filling in", "")
     logprobs: Annotated[int | None, LOGPROBS] = says("best tokens beside each")
     best_of: Integer | None = says("as n, or left out")
+    return_token_ids: Flag = says("choices have `prompt_token_ids` and `token_ids`", False)
+    return_tokens_as_token_ids: Flag = says("logprobs name tokens as `token_id:5`", False)
 
     REFUSED = known.COMPLETIONS
 
@@ -86,6 +88,8 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
     continuous_usage: bool  # every chunk has the usage so far
     meta_info: bool  # each choice has /generate's meta_info; sglang's evaluations ask for it
     logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
+    token_ids: bool = False  # completions: choices have those of prompt and output
+    token_names: bool = False  # completions: logprobs name tokens by their ids
     echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
 
 
@@ -102,7 +106,7 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     prompts = state.prompts.any(body.prompt, "prompt")
     if body.suffix:
         prompts = _with_suffix(body, state, prompts)
-    return make_job(
+    job = make_job(
         body,
         state,
         "cmpl",
@@ -112,6 +116,8 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
         tokenizer.decode_all(prompts) if body.echo else [],
         read_grammar(body, state.grammars),
     )
+    job.token_ids, job.token_names = body.return_token_ids, body.return_tokens_as_token_ids
+    return job
 
 
 def make_job(

@@ -99,6 +99,7 @@ class CompletionChoice(Choice):
         place = next(i for i, prompt in enumerate(job.prompts) if prompt is sample.prompt)
         self._echo = job.echoes[place] if job.echoes else ""
         self._offset = 0
+        self._told_ids = 0
 
     def whole(self) -> dict[str, Any]:
         return self._piece()
@@ -110,10 +111,16 @@ class CompletionChoice(Choice):
 
     def _piece(self) -> dict[str, Any]:
         echo, self._echo = self._echo, ""
-        return self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
+        piece = self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
+        if self.job.token_ids:
+            ids = self.sample.output_ids
+            piece["prompt_token_ids"] = self.sample.prompt.token_ids
+            piece["token_ids"] = ids[self._told_ids :]
+            self._told_ids = len(ids)
+        return piece
 
     def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
-        name = self.tokenizer.token_text
+        name = "token_id:{}".format if self.job.token_names else self.tokenizer.token_text
         tokens = [name(item.token_id) for item in items]
         offsets = []
         for token in tokens:

@@ -1,0 +1,137 @@
+"""Other weights for a runner that serves, and its memory given back.
+
+A runner is replaced as a whole: the old one's weights, pools, programs and graphs go, and what
+stands then is what a server that starts with these weights has, bit by bit, however they are
+packed, fused, split, rounded or captured. What stays is what no weight is in: the processes, the
+groups of ranks, compiled kernels, compiled grammars and the numbers of slots. The scheduler has
+taken every slot from its requests and emptied its cache before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.core import shown
+from mamba_eagle.drafting import draft_source
+from mamba_eagle.lora.slots import HostAdapter
+from mamba_eagle.message import ChangeModel, Weights
+from mamba_eagle.models.loader import weight_problems
+from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.runner.assemble import START_ERRORS, assemble
+from mamba_eagle.runner.heap import give_back_freed_memory
+from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.ranks import Ranks
+
+
+class Kept(NamedTuple):
+    """What a runner and the next one share."""
+
+    config: EngineConfig
+    ranks: Ranks
+    matchers: Matchers
+    adapters: dict[int, HostAdapter]  # those that were read
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> Kept:
+        memory = runner.memory
+        config = dataclasses.replace(  # as many slots as the scheduler knows of
+            runner.config,
+            max_total_tokens=memory.kv_slots,
+            max_mamba_cache_size=memory.state_slots,
+            max_journals=memory.journals,
+        )
+        parts = runner.parts
+        return cls(config, parts.ranks, runner.constraints.matchers, runner.adapters.kept)
+
+
+class Renewal:
+    """The runner that serves; none while its memory is given back."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner: ModelRunner | None = runner
+        self.kept: Kept | None = None  # since the first change
+        self.released: set[str] = set()
+
+    def change(self, asked: ChangeModel, let_go: Callable[[], None]) -> str:
+        """Why nothing has changed; "" if all has. All ranks call it together.
+
+        let_go: drops what else refers to the runner.
+        Raises: ConfigError if the new one cannot be made, when the old one is gone.
+        """
+        if self.runner is not None:
+            self.kept = Kept.of(self.runner)
+        assert self.kept is not None
+        if asked.weights is not None:
+            config = other_folders(self.kept.config, asked.weights)
+            wrong = update_problems(config, self.kept.config)
+            if self.kept.ranks.smallest([not wrong]) == [0]:
+                return "\n".join(wrong) or "another rank has refused the weights: see its log"
+            self.kept = self.kept._replace(config=config)
+        self.released = self.released.union(asked.release).difference(asked.resume)
+        if self.runner is not None:
+            self.runner.retire()
+            self.runner = None
+            let_go()
+            gc.collect()
+            give_back_freed_memory()
+        if not self.released:
+            try:
+                self.runner = assemble(self.kept.config, self.kept.ranks, self.kept.matchers)
+            except START_ERRORS as error:
+                raise ConfigError([f"the weights could not be replaced: {error}"]) from error
+            for number, adapter in self.kept.adapters.items():
+                self.runner.adapters.keep(number, adapter)
+        return ""
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self.runner is not None:
+            self.runner.close()
+        elif self.kept is not None:
+            self.kept.ranks.close()
+
+
+def other_folders(config: EngineConfig, weights: Weights) -> EngineConfig:
+    """The settings of a runner with these weights. A head in the target's folder moves with it."""
+    old = config.model_path
+    target, drafter = weights.target or old, weights.drafter
+    if not drafter:
+        drafter = config.speculative_draft_model_path
+        drafter = target if drafter == old else drafter
+    return dataclasses.replace(config, model_path=target, speculative_draft_model_path=drafter)
+
+
+def update_problems(new: EngineConfig, old: EngineConfig) -> list[str]:
+    """Why the folders of ``new`` cannot take the place of those of ``old``: names, shapes and
+    dtypes of all their tensors, from the headers of their files, and the sizes in config.json."""
+    if old.load_format == "dummy":
+        return ["--load-format dummy: this server has random weights and reads no files"]
+    if new.speculative_draft_model_path and new.speculative_algorithm == "NONE":
+        return [
+            f"{new.speculative_draft_model_path}: this server has no drafter "
+            "(--speculative-algorithm NONE); leave it out"
+        ]
+    folders = (new.model_path, new.speculative_draft_model_path)
+    absent = [path for path in folders if path and not Path(path).exists()]
+    if absent:
+        return [f"{shown(path)}: there is no such folder on the server" for path in absent]
+    try:
+        sizes = read_model_config(new.model_path)
+        if sizes != read_model_config(old.model_path):
+            return [f"{new.model_path}: its config.json is that of another model"]
+        wrong = weight_problems(lambda: model_class(sizes)(sizes), new.model_path)
+        if new.speculative_algorithm != "NONE":
+            source = draft_source(new.speculative_algorithm)
+            wrong += source(new, sizes).problems()
+            before = source(old, sizes).config
+            if not wrong and source(new, sizes).config != before:
+                wrong.append(f"{folders[1]}: its config.json is that of another drafter")
+        return wrong
+    except (*START_ERRORS, OSError, ValueError) as error:
+        return [f"{new.model_path}: {error}"]

@@ -1,0 +1,113 @@
+"""Pausing and going on, in SGLang's and in vLLM's words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.core import shown
+from mamba_eagle.message import PauseMode
+from mamba_eagle.server.apis.rollouts.operator import answered, operated
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.state import ServerState, server_state
+
+PAUSE_SECONDS = 1800.0  # that requests may take to end
+SGLANG_MODES: dict[str, PauseMode] = {"abort": "retract", "in_place": "keep", "retract": "retract"}
+VLLM_MODES: dict[str, PauseMode] = {"abort": "retract", "keep": "keep", "wait": "wait"}
+router = APIRouter()
+
+
+class PauseBody(Body):
+    """What becomes of running requests."""
+
+    mode: Annotated[str, kinds.choice_of(*SGLANG_MODES)] = says(
+        "abort: they end; retract: they run again later, with their output so far; in_place: they "
+        "stay, with their states",
+        "abort",
+    )
+
+
+@router.post("/pause_generation")
+async def pause_generation(request: Request) -> Response:
+    """Returns when no step is under way; requests that come wait for `/continue_generation`."""
+    state = operated(request)
+    mode = (await state.read_control(request, PauseBody)).mode
+    await _pause(state, SGLANG_MODES[mode], aborts=mode == "abort")
+    return json_response({"status": "ok", "message": f"generation is paused ({mode})"})
+
+
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """``?mode=`` abort, wait (they run to their end) or keep (they stay, with their states);
+    ``?clear_cache=false`` leaves the prefix cache."""
+    state = operated(request)
+    mode = request.query_params.get("mode", "abort")
+    clears = request.query_params.get("clear_cache", "true").lower()
+    if mode not in VLLM_MODES:
+        raise RequestError.about("mode", mode, f"must be one of {', '.join(VLLM_MODES)}")
+    if clears not in ("true", "false"):
+        raise RequestError(f"clear_cache = {shown(clears)}: must be true or false")
+    await _pause(state, VLLM_MODES[mode], aborts=mode == "abort")
+    if clears == "true" and mode != "keep":  # requests in place go on from what is cached
+        await answered(state.manager.ask.flush_cache(PAUSE_SECONDS))
+    return json_response({"status": "paused"})
+
+
+@router.post("/continue_generation")
+async def continue_generation(request: Request) -> Response:
+    """Ends a pause; without one nothing happens."""
+    await _go_on(request)
+    return json_response({"status": "ok", "message": "generation continues"})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """Ends a pause; without one nothing happens."""
+    await _go_on(request)
+    return json_response({"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    """Whether requests that come wait."""
+    return json_response({"is_paused": server_state(request).paused})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Empties the prefix cache, if nothing runs."""
+    reply = await answered(operated(request).manager.ask.flush_cache())
+    if not reply.ok:
+        raise RequestError(f"the cache was not reset: {reply.message}")
+    return json_response({"success": True})
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request) -> Response:
+    """How many ranks the model is split over."""
+    return json_response({"world_size": server_state(request).config.num_ranks})
+
+
+@router.get("/liveness")
+async def liveness(request: Request) -> Response:
+    """As /health."""
+    state = server_state(request)
+    if (problem := state.lifetime.failure or state.manager.dead) is not None:
+        raise RequestError(problem, 503)
+    return json_response({"status": "ok"})
+
+
+async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
+    state.paused = True
+    if aborts:
+        await state.manager.abort(None, "aborted: generation is paused")
+    await answered(state.manager.ask.pause(mode, PAUSE_SECONDS))
+
+
+async def _go_on(request: Request) -> None:
+    state = operated(request)
+    await answered(state.manager.ask.go_on())
+    state.paused = False

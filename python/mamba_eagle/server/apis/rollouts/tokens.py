@@ -1,0 +1,105 @@
+"""POST /inference/v1/generate: vLLM's route from token ids to token ids, with no text between."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.limits import MAX_TOP_LOGPROBS
+from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
+from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says
+from mamba_eagle.server.bodies.served import Name, Served
+from mamba_eagle.server.errors import json_response
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.sample import Sample
+
+router = APIRouter()
+
+
+class TokensBody(Served):
+    """A prompt's token ids, and how to continue it."""
+
+    token_ids: Annotated[Any, kinds.untouched(kinds.IDS)] = needs("the prompt's token ids")
+    sampling_params: Object = says(
+        "as of /generate, with `max_tokens`, `min_tokens` and `logprobs` as vLLM names them", {}
+    )
+    request_id: Name | None = says("a name for `/abort_request` and logs")
+    stream: Flag = says("not available", False)
+
+    REFUSED = {
+        "stream": "this route replies once: leave it out",
+        "features": "this server takes token ids alone: leave it out",
+    }
+
+
+# vLLM's names, and this server's. What is not here has one name for both.
+NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
+
+
+def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
+    """Raises: RequestError 400"""
+    body = read(TokensBody, values)
+    given = {NAMES.get(name, name): value for name, value in body.sampling_params.items()}
+    given.setdefault("max_new_tokens", 16)
+    top = given.pop("logprobs", None)
+    best = None if top is None else TOP.take(top, "sampling_params.logprobs")
+    kept = {name: values[name] for name in Served.model_fields if name in values}
+    asked = {
+        **kept,
+        "input_ids": body.token_ids,
+        "sampling_params": given,
+        "rid": body.request_id,
+        "return_logprob": top is not None,
+        "top_logprobs_num": best,
+    }
+    return parse_generate(asked, state)
+
+
+@router.post("/inference/v1/generate")
+async def generate(request: Request) -> Response:
+    """Token ids in, token ids out, with their logprobs if ``sampling_params.logprobs`` is given."""
+    state = server_state(request)
+    job = await state.read(request, parse_tokens)
+    live = state.submit(job.rid, job.prompts)
+    if not await wait_until_done(request, state.manager, live):
+        return Response(status_code=499)  # the client has left
+    for sample in live.samples:
+        if (error := sample_error(sample)) is not None:
+            raise error
+    last = live.samples[-1].last
+    prompt, output = last.prompt_tokens, sum(len(sample.output_ids) for sample in live.samples)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
+    }
+    choices = [_choice(sample) for sample in live.samples]
+    return json_response({"request_id": job.rid, "choices": choices, "usage": usage})
+
+
+def _choice(sample: Sample) -> dict[str, Any]:
+    assert sample.finish is not None
+    logprobs = None
+    if sample.prompt.return_logprob:
+        content = [
+            _entry(item.token_id, item.logprob)
+            | {"top_logprobs": [_entry(token, logprob) for logprob, token in item.top]}
+            for item in sample.logprobs
+        ]
+        logprobs = {"content": content}
+    return {
+        "index": sample.index,
+        "token_ids": sample.output_ids,
+        "logprobs": logprobs,
+        "finish_reason": sample.finish.kind,
+        "weight_versions": [span._asdict() for span in sample.versions],
+    }
+
+
+def _entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": logprob}
