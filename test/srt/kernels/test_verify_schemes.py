@@ -38,6 +38,9 @@ CONFIGS: dict[str, Any] = {
     "delta": delta_config(),
     "delta-vectors": delta_config(head_dim=16, state_size=32, max_beta=2.0),
 }
+SIZES = [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)]
+FOLDED = [(*size, f"conv{width}") for size in SIZES for width in (2, 3, 4)]
+FOLDED += [(1, 3, "delta-vectors"), (5, 7, "delta"), (8, 24, "delta-vectors")]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -100,8 +103,7 @@ def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> N
 
 
 @every_scheme
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("nodes, rows", [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)])
+@pytest.mark.parametrize("nodes, rows, config", FOLDED)
 def test_any_accepts_and_folds_leave_the_plain_state(
     scheme: str, nodes: int, rows: int, config: str
 ) -> None:

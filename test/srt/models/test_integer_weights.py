@@ -53,7 +53,7 @@ def engine(folder: Path, settings: Settings = PLAIN, **others: object) -> Engine
 
 
 @pytest.mark.parametrize(
-    "name", ["falcon-h1", "granite", "nemotron-3-nano", "qwen3-next", "zamba2"]
+    "name", ["falcon-h1", "granite", "nemotron-3-nano", "olmo-hybrid", "zamba2"]
 )
 def test_logits_have_the_same_bits_with_and_without_speculation(name: str, tmp_path: Path) -> None:
     """Of families with experts, gates and shared blocks, in sizes that integer products take."""
