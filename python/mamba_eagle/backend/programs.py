@@ -14,6 +14,7 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -21,7 +22,7 @@ from mamba_eagle.tree.tree import Tree
 
 class Network(NamedTuple):
     """A model that is ``logits(norm(layers(embedding · scale))) · logits_scale``, and whose
-    features are what ``logits`` reads. The layers of a head read
+    features are what ``logits`` reads; ``rotary`` makes its angles. The layers of a head read
     ``entry([embedding · scale; feature])``; its output is the feature of the entry after it."""
 
     embedding: Embedding
@@ -31,15 +32,19 @@ class Network(NamedTuple):
     logits: Linear
     logits_scale: float = 1.0
     entry: Linear | None = None  # [2 · size] -> [size]
+    rotary: Rotary | None = None
 
 
 def network_of(model: CausalLM) -> Network | None:
     """None: the model does more than that, or is one of several stages."""
     whole = model.config.is_first_stage and model.config.is_last_stage
-    if not whole or model.reads_embeddings or model.rotary is not None or model.tap_layers:
+    if not whole or model.reads_embeddings or model.tap_layers:
         return None
     own, scale = model.parts, model.embedding_scale
-    return Network(own.embedding, scale, own.layers, own.norm, model.lm_head, model.logits_scale)
+    return Network(
+        own.embedding, scale, own.layers, own.norm, model.lm_head, model.logits_scale,
+        rotary=model.rotary,
+    )  # fmt: skip
 
 
 class Passed(NamedTuple):

@@ -111,6 +111,8 @@ class Frame(Block):
         # nodes, of drafted lanes those of all depths
         table[table_rows, positions] table_rows positions attended[trees] prefix[trees]
         own[trees, family] above[trees, family] family trees
+        # rotary angles, of as many pairs of channels
+        cos[n, pairs] sin[n, pairs] pairs
     """)
 
 
@@ -121,7 +123,7 @@ class PromptFrame(Block):
     _fields_ = fields("""
         stream[n, hidden_size] rows
         tokens[n, 2] requests[num_requests, 3] segments[num_segments, 3] num_requests num_segments
-        kept[n] kept_inputs[layers, kept_rows, conv_dim] kept_steps[layers, kept_rows, H] kept_rows
+        kept[n] kept_inputs[layers, kept_rows, conv_dim] kept_steps[layers, kept_rows, E] kept_rows
     """)
 
 
@@ -183,10 +185,10 @@ class Norm(Block):
 
 
 class GatedNorm(Block):
-    """The gate comes first in projected."""
+    """gate_at: the gate's first column in projected. Of a delta rule weight [group]."""
 
     _fields_ = fields("""
-        frame weight[size] eps:double size group y[n, size] projected[n, columns] columns
+        frame weight[size] eps:double size group y[n, size] projected[n, columns] columns gate_at
         out[n, size] rounded:Rounded
     """)
 
@@ -208,15 +210,17 @@ class Inputs(Block):
 
 
 class Recurrence(Block):
-    """A layer's recurrence in a decode step. K, channels, H, P, N, G as in ops/tree_verify.py; what
-    heads share (``Seen``) is int64 but C. step: the address of a fold's ``Step``."""
+    """A layer's recurrence in a decode step. K, channels, H, P, N, G, E as in ops/tree_verify.py;
+    what heads share (``Seen``) is int64 but C. step: the address of a fold's ``Step``. Channels and
+    raw gates begin at columns channels_at and gates_at."""
 
     _fields_ = fields("""
-        frame step projected[n, columns] columns
+        frame step projected[n, columns] columns channels_at
+        raw[n, raw_columns] raw_columns gates_at
         conv[K + 1, channels] heads[3, H] low:single high:single
-        conv_in[R, K - 1 + W, channels] xB[R, W, H * P + G * N] dt[R, W, H] decay[R, W, H]
+        conv_in[R, K - 1 + W, channels] xB[R, W, H * P + G * N] dt[R, W, E] decay[R, W, H]
         state[states, H, P, N]
-        R K W channels H P N G states
+        R K W channels H P N G E states
         seen_C[b, T, G, N] seen_rows[b, max_journal + T] seen_order[b, T] seen_kept[b, T]
         out[n, H * P]
     """)
@@ -226,21 +230,39 @@ class PromptRecurrence(Block):
     """The same of a prompt. layer: its index among those of its kind."""
 
     _fields_ = fields("""
-        frame projected[n, columns] columns
+        frame projected[n, columns] columns channels_at raw[n, raw_columns] raw_columns gates_at
         conv[K + 1, channels] heads[3, H] low:single high:single
         history[states, K - 1, channels] state[states, H, P, N] states
-        K channels H P N G layer
-        convolved[n, channels] steps[n, H] decay[n, H] out[n, H * P]
+        K channels H P N G E layer
+        convolved[n, channels] steps[n, E] decay[n, H] out[n, H * P]
     """)
 
 
 class Attention(Block):
-    """Queries, keys and values lie side by side in packed."""
+    """Queries, keys and values lie side by side in packed; each: 2 where a gate follows each head
+    of a query, else 1."""
 
     _fields_ = fields("""
-        frame packed[n, columns] columns heads kv_heads head_dim scale:single
+        frame packed[n, columns] columns heads kv_heads head_dim each scale:single
         keys[kv_slots, kv_heads, head_dim] values[kv_slots, kv_heads, head_dim] kv_slots
         out[n, heads * head_dim]
+    """)
+
+
+class PlaceHeads(Block):
+    """Norms, unless they are 0, and rotation of queries and keys, in place; as ``Attention``."""
+
+    _fields_ = fields("""
+        frame packed[n, columns] columns heads kv_heads head_dim each
+        q_norm[head_dim] k_norm[head_dim] eps:double
+    """)
+
+
+class GateHeads(Block):
+    """What attention has read, by the sigmoids of the gates in packed."""
+
+    _fields_ = fields("""
+        frame packed[n, columns] columns heads head_dim out[n, heads * head_dim] rounded:Rounded
     """)
 
 

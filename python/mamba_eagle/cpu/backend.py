@@ -50,7 +50,7 @@ from mamba_eagle.cpu.threads import num_threads, parallel_forms
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
+from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -59,8 +59,8 @@ SCORES_PER_NS = 8  # that are looked at for the largest
 
 
 class CpuBackend(Backend):
-    """torch processes a recurrence that is not Mamba2 or whose states are not float32, and
-    attention if the KV cache is not."""
+    """torch processes recurrences other than Mamba2 and delta rules with a decay per head, those
+    whose states are not float32, and attention if the KV cache is not."""
 
     name = "cpu"
 
@@ -216,7 +216,9 @@ class CpuBackend(Backend):
 
 
 def _has_kernels(config: RecurrenceConfig | None, pool: StatePool) -> bool:
-    return isinstance(config, Mamba2Config | None) and pool.ssm.dtype == torch.float32
+    known = isinstance(config, Mamba2Config | DeltaConfig | None)
+    by_channel = isinstance(config, DeltaConfig) and config.channel_decay
+    return known and not by_channel and pool.ssm.dtype == torch.float32
 
 
 def _top(kernel: Callable[..., None], rows: Tensor, k: int) -> TopTokens:

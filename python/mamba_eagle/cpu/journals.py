@@ -12,15 +12,14 @@ from torch import Tensor
 
 from mamba_eagle.backend.journals import Places, SavedJournals
 from mamba_eagle.cpu.ops import tree_verify as cpu
-from mamba_eagle.cpu.weights import layer_weights, step_sizes_of
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.cpu.weights import Mixer, layer_weights, step_sizes_of
 from mamba_eagle.message import JournalPart
 
 
 class CpuJournals(SavedJournals):
     """For states in float32, which need no rounding."""
 
-    def write(self, layer: Mamba2Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
+    def write(self, layer: Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
         for token, slot, row, count in places.runs:
             self.conv_in[layer.index, slot, row : row + count] = xbc[token : token + count]
         steps, _ = step_sizes_of(layer, dt[places.tokens])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.cpu.additions import CpuAddition
-from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm
+from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
 from mamba_eagle.cpu.products.packed import (
@@ -55,6 +55,12 @@ class CpuOps(HostOps):
         gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
         return out
 
+    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(y)
+        inputs = (y.numpy(), gate.contiguous().numpy(), weight.detach().numpy())
+        head_norm_then_gate(*inputs, eps, out.numpy())
+        return out
+
     def silu_and_mul(self, both: Tensor) -> Tensor:
         n, width = both.shape
         out = torch.empty(n, width // 2)
@@ -63,8 +69,8 @@ class CpuOps(HostOps):
         return out
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        sigmoid(x.numpy(), out.numpy())
+        out = torch.empty(x.shape)
+        sigmoid(x.reshape(len(x), -1).numpy(), out.view(len(x), -1).numpy())
         return out
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:

@@ -14,12 +14,13 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
+from mamba_eagle.cpu.ops.delta_gates import arrange_prompts
 from mamba_eagle.cpu.ops.ssd import scan
 from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables
-from mamba_eagle.cpu.weights import layer_weights, step_sizes_of
+from mamba_eagle.cpu.weights import Mixer, layer_weights, step_sizes_of
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import DeltaConfig
 
 
 class CpuPrefillContext(PrefillContext):
@@ -56,7 +57,7 @@ class CpuPrefillContext(PrefillContext):
         rows = kept() if kept is not None else None
         return self.programs.run(layers, hidden, ctx or self, self.pool, self.tables, rows)
 
-    def recur(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
         n, c = xbc.shape[0], layer.config
         raw, weights = xbc.contiguous().numpy(), layer_weights(layer)
@@ -68,6 +69,8 @@ class CpuPrefillContext(PrefillContext):
             *(raw, 0, weights.conv, history, tokens, xBC),
         )
         save_histories(raw, 0, history, *places)
+        if isinstance(c, DeltaConfig):
+            arrange_prompts(xbc.numel(), xBC, c.state_size, c.inner_size)
         scan(
             n * c.inner_size * 2 * c.state_size,
             *(xBC, *step_sizes_of(layer, dt), weights.heads[2], state),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.state import make_node_states
+from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.layers import FusedLayers
-from mamba_eagle.cpu.weights import layer_weights
-from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.cpu.weights import Mixer, layer_weights
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, TreeLayout
+from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -33,7 +34,7 @@ class CpuScheme(StateScheme):
     Layouts are TreeLayouts of arrays."""
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         self.config, self.size, self.table, self.pool = config, size, table, pool
         self.rows = RequestRows(config, size, table, pool)
@@ -45,7 +46,7 @@ class CpuScheme(StateScheme):
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
 
-    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         cached = self._layers.get(layer.index)
         if cached is None:
             cached = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
@@ -96,10 +97,10 @@ class CpuDeferred(CpuScheme):
     recurrent = True
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
-        self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self.recurrence = rows_of(config, size, self.rows.conv_in)
         self._fused = FusedLayers(self)
 
     def run(
@@ -107,10 +108,10 @@ class CpuDeferred(CpuScheme):
     ) -> Tensor | None:
         return self._fused.run(layers, hidden, ctx, layout)
 
-    def buffers_of(self, layer: Mamba2Mixer) -> cpu.Buffers:
+    def buffers_of(self, layer: Mixer) -> cpu.Buffers:
         return self._buffers(layer.index)
 
-    def weights_of(self, layer: Mamba2Mixer) -> cpu.LayerWeights:
+    def weights_of(self, layer: Mixer) -> cpu.LayerWeights:
         return layer_weights(layer)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
@@ -196,8 +197,11 @@ class CpuDeferred(CpuScheme):
 
     def _run(self, *arguments: Any) -> None:
         xbc, _, nodes = arguments[:3]
-        c, seen = self.config, nodes.journal.shape[1] + nodes.rows.shape[1]  # at most
-        work = len(xbc) * c.inner_size * (c.state_size + seen)
+        (H, P, N), seen = (
+            self.config.state_shape,
+            nodes.journal.shape[1] + nodes.rows.shape[1],
+        )  # at most
+        work = len(xbc) * H * P * (N + seen)
         cpu.deferred_verify(work, *arguments)
 
     def _buffers(self, layer: int) -> cpu.Buffers:
@@ -208,7 +212,7 @@ class CpuDeferred(CpuScheme):
         """Write the states after the first ``lengths`` [f] tokens of the journals to the state
         slots of the requests in ``slots`` [f], and empty the journals."""
         history, state_slots = self.rows.history, self._state_slot[slots]
-        work = int(lengths.sum()) * self.config.inner_size * self.config.state_size
+        work = int(lengths.sum()) * prod(self.config.state_shape)
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
             cpu.fold(work, slots, lengths, self._path, state_slots, history, buffers)
@@ -223,6 +227,16 @@ class CpuDeferred(CpuScheme):
     @property
     def num_bytes(self) -> int:
         return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+
+
+def rows_of(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> RowBuffers:
+    """The buffers of all layers: what a state is written by, gates and decays (``cpu.Buffers``)."""
+    shape, (H, P, N) = (*like.shape[:2], size.rows), config.state_shape
+    written, decay = (
+        zeros(*shape, n, dtype=torch.float32, device=like.device)
+        for n in (H * P + config.num_groups * N, H)
+    )
+    return RowBuffers(written, gate_rows(config, size, like), decay)
 
 
 class CpuStateless(StatelessScheme):
@@ -244,7 +258,7 @@ class CpuSnapshot(CpuScheme):
     """One full state per node. Node i uses row i, and between steps the journal is empty."""
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)

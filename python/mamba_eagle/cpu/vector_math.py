@@ -47,11 +47,16 @@ def silu(x):  # noqa: ANN001, ANN201
 
 
 @exactly
+def sigmoid_of(x):  # noqa: ANN001, ANN201
+    return ONE / (ONE + exp(-x))
+
+
+@exactly
 def sigmoid(x, out):  # noqa: ANN001, ANN201
     """x, out [n, size] float32: torch's own rounds the last numbers of a tensor in another way."""
     for r in range(x.shape[0]):
         for c in range(x.shape[1]):
-            out[r, c] = ONE / (ONE + exp(-x[r, c]))
+            out[r, c] = sigmoid_of(x[r, c])
 
 
 @exactly

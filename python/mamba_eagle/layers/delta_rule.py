@@ -22,6 +22,7 @@ from mamba_eagle.kernels.delta_rule.torch import (
     tree_verify,
 )
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.recurrent import (
@@ -119,6 +120,15 @@ class Projected(NamedTuple):
     raw: Tensor  # 2 H: of decays and of betas
 
 
+class Parts(NamedTuple):
+    """A mixer that has no more than these beside its recurrence."""
+
+    channels: Linear  # makes the channels, then the gate
+    gates: Linear  # decays, then betas
+    norm: HeadNormThenGate
+    out: Linear
+
+
 class GatedDeltaNet(DeltaRule):
     """hidden [n, hidden_size] -> [n, hidden_size], of a rank's heads a part of the sum. A family
     gives the projections and the output, under its names."""
@@ -153,6 +163,11 @@ class GatedDeltaNet(DeltaRule):
             if whole is not None:
                 whole.prepare(ops)
                 self._products[name] = whole
+
+    @property
+    def parts(self) -> Parts | None:
+        """Of a prepared mixer; None where it projects or ends in another way."""
+        return None
 
     def product(self, name: str, hidden: Tensor) -> Tensor:
         """What some ``projections`` make of hidden [n, hidden_size], side by side."""

@@ -95,6 +95,11 @@ class GatedMLP(Layer):
         self.gate.ops = ops
 
     @property
+    def products(self) -> tuple[Linear | None, Linear]:
+        """Gate and up projection as one, of a prepared layer, if they are; and the last one."""
+        return (self._both[0] if self._both else None), self.down_proj
+
+    @property
     def input_rounding(self) -> Rounding | None:
         """How a norm before this layer may round its inputs to float8."""
         return self._both[0].rounding if self._both else None
@@ -121,6 +126,11 @@ class PackedGatedMLP(Layer):
             "input_linear.weight": gate_and_up(own, width),
             "output_linear.weight": columns(own),
         }
+
+    @property
+    def products(self) -> tuple[Linear | None, Linear]:
+        """As of GatedMLP."""
+        return self.input_linear, self.output_linear
 
     def prepare(self, ops: LayerOps) -> None:
         self.gate.ops = ops

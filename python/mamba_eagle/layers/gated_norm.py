@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, NormGroups
 
 
@@ -35,11 +36,13 @@ class HeadNormThenGate(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(head_dim))
         self.eps = eps
+        self._ops = TORCH
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        heads = y.float().unflatten(-1, (-1, len(self.weight)))
-        normed = F.rms_norm(heads, self.weight.shape, self.weight.float(), self.eps).flatten(-2)
-        return (normed * F.silu(gate.float())).to(gate.dtype)
+        return self._ops.head_norm_then_gate(y, gate, self.weight, self.eps)
 
 
 class SharedGroupsNorm(Layer):

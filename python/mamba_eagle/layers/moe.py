@@ -284,13 +284,18 @@ class GatedSharedMoE(Layer):
         )
         self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1)
+        self._ops = TORCH
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def rehearse(self) -> None:
         for hidden in rehearsed(self.experts, self.gate):
             self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shared = self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+        share = self._ops.sigmoid(self.shared_expert_gate(hidden))
+        shared = share * self.shared_expert(hidden)
         return self.experts(hidden, self.gate(hidden)) + shared
 
 

@@ -103,7 +103,7 @@ class LayerOps:
         return relu_squared(x)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """[n, size] float32."""
+        """[n, …], of the same shape."""
         return x.sigmoid()
 
     def gated_group_rms_norm(
@@ -112,6 +112,13 @@ class LayerOps:
         """``weight · rms_norm(y · silu(gate))`` by groups of channels: y, gate [n, size], weight
         [size] -> [n, size]."""
         return gated_group_rms_norm(y, gate, weight, group_size, eps)
+
+    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``weight · rms_norm(y) · silu(gate)`` by heads: y, gate [n, heads * P], weight [P] ->
+        [n, heads * P]."""
+        heads = y.float().unflatten(-1, (-1, len(weight)))
+        normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(-2)
+        return (normed * F.silu(gate.float())).to(gate.dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate channel i < half together with channel i + half; later channels stay the same.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mamba_eagle.layers.delta_rule import Parts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models import qwen3_next
@@ -33,6 +34,13 @@ class Qwen35DeltaNet(QwenDeltaNet):
             "qkvz": [self.in_proj_qkv, self.in_proj_z],
             "ab": [self.in_proj_a, self.in_proj_b],
         }
+
+    @property
+    def parts(self) -> Parts | None:
+        made = self._products
+        if len(made) < 2:
+            return None
+        return Parts(made["qkvz"], made["ab"], self.norm, self.out_proj)
 
     def project(self, hidden: Tensor) -> Projected:
         c = self.config

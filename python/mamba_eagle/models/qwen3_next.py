@@ -17,7 +17,7 @@ from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
 from mamba_eagle.layers.gated_attention import GatedAttention
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.moe import GatedSharedMoE
 from mamba_eagle.layers.norm import RMSNorm, keep_exact
@@ -107,6 +107,14 @@ class QwenLayer(Layer):
         else:
             self.mlp = GatedMLP(size, config.intermediate_size)
         self.total = Total()
+
+    def residuals(self) -> tuple[Residual, ...]:
+        mixer = self.linear_attn if self.is_recurrent else self.self_attn
+        mlp = (self.post_attention_layernorm, self.mlp, self.total)
+        return (
+            Residual(self.input_layernorm, mixer, self.total),
+            Residual(*mlp, takes_context=False),
+        )
 
     def forward(
         self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
+from verify_rig import Inputs, Rig, delta_config, mamba_config, path_to, random_tree, truncated
 
 from mamba_eagle.cpu import threads
 from mamba_eagle.cpu.ops import tree_verify as cpu
@@ -22,6 +22,8 @@ CONFIGS = {
     "P5_N7_K3": mamba_config(num_heads=4, head_dim=5, state_size=7, conv_kernel=3),
     "K2": mamba_config(num_heads=2, head_dim=8, state_size=9, num_groups=1, conv_kernel=2),
     "clamped_steps": dataclasses.replace(mamba_config(), time_step_limit=(0.1, 0.4)),
+    "delta": delta_config(head_dim=32, state_size=80, max_beta=2.0),
+    "delta_P5_N6_K3": delta_config(conv_kernel=3),
 }
 
 
@@ -80,7 +82,9 @@ def test_a_request_is_the_same_alone_and_in_a_batch(scheme: str) -> None:
             assert torch.equal(whole[own], one)
 
 
-@pytest.mark.parametrize("config, count", [("even", 2), ("P5_N7_K3", 1)])
+@pytest.mark.parametrize(
+    "config, count", [("even", 2), ("P5_N7_K3", 1), ("delta", 2), ("delta_P5_N6_K3", 1)]
+)
 def test_a_replay_gives_the_bits_of_decode_steps(
     config: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from verify_rig import (
     Rig,
     assert_same_state,
     chain_tree,
+    delta_config,
     mamba_config,
     path_to,
     random_tree,
@@ -32,6 +33,14 @@ torch.set_num_threads(1)
 
 FORMS = ["", "-torch"]  # fused CPU kernels where numba is installed, and torch
 SCHEMES = [scheme + form for scheme in ("deferred", "snapshot") for form in FORMS]
+CONFIGS: dict[str, Any] = {
+    **{f"conv{width}": mamba_config(width) for width in (2, 3, 4)},
+    "delta": delta_config(),
+    "delta-vectors": delta_config(head_dim=16, state_size=32, max_beta=2.0),
+}
+SIZES = [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)]
+FOLDED = [(*size, f"conv{width}") for size in SIZES for width in (2, 3, 4)]
+FOLDED += [(1, 3, "delta-vectors"), (5, 7, "delta"), (8, 24, "delta-vectors")]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -94,13 +103,12 @@ def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> N
 
 
 @every_scheme
-@pytest.mark.parametrize("conv_kernel", [2, 3, 4], ids="conv{}".format)
-@pytest.mark.parametrize("nodes, rows", [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)])
+@pytest.mark.parametrize("nodes, rows, config", FOLDED)
 def test_any_accepts_and_folds_leave_the_plain_state(
-    scheme: str, nodes: int, rows: int, conv_kernel: int
+    scheme: str, nodes: int, rows: int, config: str
 ) -> None:
     """After each step the state slot holds the state after the position that the scheme names."""
-    rig = Rig(scheme, rows, config=mamba_config(conv_kernel), seed=nodes + rows)
+    rig = Rig(scheme, rows, config=CONFIGS[config], seed=nodes + rows)
     slots = {4: 7, 0: 1, 2: 5}
     for slot, state_slot in slots.items():
         rig.admit(slot, state_slot, position=5 * slot)

@@ -6,9 +6,10 @@ the scheme must equal.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from forms import backend_of
 from tensor_checks import relative_error
 from torch import Tensor
@@ -16,10 +17,13 @@ from torch import Tensor
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
+from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
+from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import DeltaConfig, Mamba2Config
 from mamba_eagle.models.loader import random_weights
+from mamba_eagle.models.qwen3_5 import Qwen35DeltaNet
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
@@ -49,34 +53,64 @@ def mamba_config(
     )
 
 
-def random_mixer(config: Mamba2Config, index: int, seed: int) -> Mamba2Mixer:
-    layer = Mamba2Mixer(config, HIDDEN, 1e-5, index)
+def delta_config(
+    head_dim: int = 5, state_size: int = 6, conv_kernel: int = 4, max_beta: float = 1.0
+) -> DeltaConfig:
+    """Two key heads, and four of values."""
+    return DeltaConfig(4, head_dim, state_size, 2, conv_kernel, max_beta=max_beta)
+
+
+def random_mixer(
+    config: Mamba2Config | DeltaConfig, index: int, seed: int
+) -> Mamba2Mixer | GatedDeltaNet:
+    kind = Qwen35DeltaNet if isinstance(config, DeltaConfig) else Mamba2Mixer
+    layer: Any = kind(config, HIDDEN, 1e-5, index)
     random_weights(layer, seed)
     generator = torch.Generator().manual_seed(seed)
+    parts = [layer.conv1d.weight]
+    if isinstance(layer, Mamba2Mixer):
+        parts += [layer.conv1d.bias, layer.D]
     with torch.no_grad():
-        for part in (layer.conv1d.weight, layer.conv1d.bias, layer.D):
+        for part in parts:
             part.copy_(0.5 * torch.randn(part.shape, generator=generator))
         layer.dt_bias.copy_(4 * torch.rand(config.num_heads, generator=generator) - 4)
     return layer.requires_grad_(False)
 
 
 class Sequence(NamedTuple):
-    """The state of one Mamba2 layer after a sequence, in float64."""
+    """The state of one layer after a sequence, in float64."""
 
     state: Tensor  # [H, P, N]
     history: Tensor  # [K-1, conv_dim], raw convolution inputs, oldest first
 
-    def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
+    def after(self, layer: Any, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
         """The state after one more token, and the token's output y [H, P]; raw xbc [conv_dim] and
-        dt [H]."""
+        dt [gate_size]."""
         window = torch.cat([self.history, xbc.double()[None]])
         bias = layer.conv1d.bias
         convolved = convolve(window, layer.conv1d.weight[:, 0].t(), bias)
+        if isinstance(layer, GatedDeltaNet):
+            node = delta_step(layer, convolved, dt, self.state)
+            return Sequence(node.state, window[1:]), node.o
         x, B, C = layer.split_xbc(convolved[None])
         step = step_sizes(dt[None], layer.dt_bias, layer.config.time_step_limit)
         A = -torch.exp(layer.A_log.double())
         y, states = recurrence_oracle(x, step, A, B, C, layer.D, self.state)
         return Sequence(states[0], window[1:]), y[0]
+
+
+def delta_step(layer: GatedDeltaNet, convolved: Tensor, dt: Tensor, state: Tensor) -> naive.Node:
+    """A token of a delta rule, from what its convolution made, in float64."""
+    c = layer.config
+    q, k, v = convolved.split([c.key_size, c.key_size, c.inner_size])
+    q, k = (part.view(c.num_groups, -1) for part in (q, k))
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    q, k = (part.repeat_interleave(c.num_heads // c.num_groups, 0)[None] for part in (q, k))
+    decay, beta = dt.double().split(c.num_heads)
+    g = -layer.A_log.double().exp() * F.softplus(decay + layer.dt_bias.double())
+    gates = (g[None], c.max_beta * beta.sigmoid()[None])
+    tokens = naive.gated_delta(q * c.state_size**-0.5, k, v.view(1, c.num_heads, -1), *gates)
+    return naive.step(tokens, 0, state)
 
 
 class RequestState(NamedTuple):
@@ -90,7 +124,7 @@ class Inputs(NamedTuple):
     """Inputs of all layers for the nodes of b trees, and the target's hidden states."""
 
     xbc: list[Tensor]  # per layer: [b, T, conv_dim]
-    dt: list[Tensor]  # per layer: [b, T, H]
+    dt: list[Tensor]  # per layer: [b, T, gate_size]
     hidden: Tensor  # [b, T, hidden]
 
 
@@ -147,7 +181,7 @@ class Rig:
         scheme: str,
         rows: int,
         max_depth: int = 6,
-        config: Mamba2Config | None = None,
+        config: Mamba2Config | DeltaConfig | None = None,
         num_layers: int = 2,
         requests: int = 5,
         state_slots: int = 9,
@@ -157,7 +191,7 @@ class Rig:
         seed: int = 0,
         max_nodes: int = 0,
     ) -> None:
-        self.config = config or mamba_config()
+        self.config: Any = config or mamba_config()
         self.generator = torch.Generator().manual_seed(seed)
         self.layers = [random_mixer(self.config, i, seed + i).to(dtype) for i in range(num_layers)]
         self.table = RequestTable(requests, 64, CPU)
@@ -179,7 +213,7 @@ class Rig:
         layers, slots, dtype = len(self.layers), requests + 1, self.pool.conv.dtype
         return KeptRows(
             torch.zeros(layers, slots, KEPT_ROWS, self.config.conv_dim, dtype=dtype),
-            torch.zeros(layers, slots, KEPT_ROWS, self.config.num_heads),
+            torch.zeros(layers, slots, KEPT_ROWS, self.config.gate_size),
             torch.zeros(slots, KEPT_ROWS, HIDDEN, dtype=dtype),
             torch.arange(requests),
             self.table.processed,
@@ -225,7 +259,7 @@ class Rig:
         layers = range(len(self.layers))
         return Inputs(
             [self.normal(batch, nodes, self.config.conv_dim).to(self.dtype) for _ in layers],
-            [self.normal(batch, nodes, self.config.num_heads).to(self.dtype) for _ in layers],
+            [self.normal(batch, nodes, self.config.gate_size).to(self.dtype) for _ in layers],
             self.normal(batch, nodes, HIDDEN).to(self.dtype),
         )
 
@@ -293,7 +327,9 @@ class Rig:
                 assert torch.equal(kept.feature[at], inputs.hidden[row, node])
                 for i, layer in enumerate(self.layers):
                     xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
-                    wanted = step_sizes(dt[None], layer.dt_bias, config.time_step_limit)[0]
+                    wanted = layer.gates(dt)
+                    if isinstance(config, Mamba2Config):
+                        wanted = step_sizes(dt[None], layer.dt_bias, config.time_step_limit)[0]
                     assert torch.equal(kept.conv_in[i][at], xbc)
                     assert relative_error(kept.gates[i][at], wanted) < 1e-5
 

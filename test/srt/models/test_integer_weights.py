@@ -52,7 +52,9 @@ def engine(folder: Path, settings: Settings = PLAIN, **others: object) -> Engine
     return Engine(folder, head, settings, **others)
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "granite", "nemotron-3-nano", "zamba2"])
+@pytest.mark.parametrize(
+    "name", ["falcon-h1", "granite", "nemotron-3-nano", "olmo-hybrid", "zamba2"]
+)
 def test_logits_have_the_same_bits_with_and_without_speculation(name: str, tmp_path: Path) -> None:
     """Of families with experts, gates and shared blocks, in sizes that integer products take."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights, random_weights
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.qwen3_5 import Qwen35ForCausalLM
 from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 VOCAB = 96
@@ -51,24 +52,39 @@ DELTA_CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
     "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "partial_rotary_factor": 0.4,
+    "rope_theta": 10000.0,
+    "intermediate_size": 96,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS,
+}
+
+# The least that a GPU's kernels take.
+GPU_DELTA_SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 20,
     "intermediate_size": 48,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.4,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
 }
 
 HEAD_CONFIG = {
@@ -108,6 +124,25 @@ def write_model(
     return write_folder(folder, config, model)
 
 
+def write_delta_model(folder: Path, seed: int = 0, **changes: object) -> Path:
+    """The same with gated DeltaNet layers, of Qwen3.5."""
+    config = {**DELTA_CONFIG, **changes}
+    model = Qwen35ForCausalLM(parse_config(config))
+    random_weights(model, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name:
+                parameter.mul_(20.0)
+            elif "lm_head" in name:
+                parameter.mul_(10.0)
+            elif name.endswith(("_proj.weight", "conv1d.weight")) or "in_proj" in name:
+                parameter.mul_(3.0)
+            elif "norm" in name:
+                parameter.copy_(torch.rand_like(parameter) / 2 + ("linear_attn" in name))
+    round_to_bfloat16(model)
+    return write_folder(folder, config, model)
+
+
 def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: object) -> Path:
     """A head that guesses right now and then: a random one whose ``fc`` is a least-squares fit of
     the target's hidden states on random tokens. Its attention sees the whole prefix."""
@@ -141,21 +176,6 @@ def load_head(folder: Path) -> EagleHead:
     head = EagleHead(read_model_config(folder))
     load_weights(head, folder)
     return head.requires_grad_(False)
-
-
-def write_delta_model(folder: Path, seed: int = 0) -> Path:
-    """The least gated DeltaNet that a GPU's kernels take."""
-    config = parse_config(DELTA_CONFIG)
-    model = model_class(config)(config)
-    random_weights(model, seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "embed" in name or name.startswith("lm_head"):
-                parameter.mul_(20.0)
-            if "linear_attn" in name and parameter.ndim > 1:
-                parameter.mul_(3.0)
-    round_to_bfloat16(model)
-    return write_folder(folder, DELTA_CONFIG, model)
 
 
 def round_to_bfloat16(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mamba_eagle.cpu.ops.delta_gates import delta_gates
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import silu, softplus
 from mamba_eagle.cpu.vectors.states import decay_of
@@ -104,6 +105,9 @@ def save_histories(xbc, at, history, requests, segments):
 @kernel
 def step_sizes_of(t, raw, at, heads, low, high, out, decay):
     """Token t of ``step_sizes``, whose raw numbers begin at column ``at``."""
+    if out.shape[1] > decay.shape[1]:
+        delta_gates(raw[t, at : at + out.shape[1]], heads, high, out[t], decay[t])
+        return
     for h in range(out.shape[1]):
         out[t, h] = min(max(softplus(raw[t, at + h] + heads[1, h]), low), high)
         decay[t, h] = decay_of(out[t, h], heads[0, h])
@@ -114,6 +118,8 @@ def step_sizes(raw, heads, low, high, out, decay):
     """out [n, H] = clamp(softplus(raw + bias)), decay [n, H] = exp(out A), a number at a time, as
     decode steps compute them: torch rounds the last few of a tensor in another way, so a token's
     would depend on the batch.
+
+    Of a delta rule ``delta_gates`` of each: then raw and out are [n, 2 H].
 
     raw [n, H]; heads [3, H]: A, bias, D; low, high float32.
     """

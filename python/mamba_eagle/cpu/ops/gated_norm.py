@@ -21,3 +21,15 @@ def gated_group_rms_norm(y, gate, weight, group_size, eps, out):
             scale = inverse_rms(normed, eps)
             for c in range(group_size):
                 normed[c] = normed[c] * scale * scales[c]
+
+
+@exactly
+def head_norm_then_gate(y, gate, weight, eps, out):
+    """As layers/ops.py's; y, gate, out [n, heads * P], weight [P]."""
+    (n, size), P = y.shape, weight.shape[0]
+    for r in range(n):
+        for first in range(0, size, P):
+            part, gates = y[r, first : first + P], gate[r, first : first + P]
+            normed, scale = out[r, first : first + P], inverse_rms(part, eps)
+            for c in range(P):
+                normed[c] = part[c] * scale * weight[c] * silu(gates[c])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _pass, _room
+from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _block_of, _pass, _room
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vectors.states import AFTER
 from mamba_eagle.machine_code import kernel, prange
@@ -22,11 +22,11 @@ SPAN = 16  # tokens that go over a part of the state together, while it is in re
 @kernel
 def _walk(h, xBC, dt, decay, D, S, begin, end, y):
     """Tokens [begin, end) of one head, whose state S [P, N] becomes that after them."""
-    H, P = dt.shape[1], S.shape[0]
+    H, (P, N) = decay.shape[1], S.shape
     inputs, of_C = Rows(xBC, dt, decay), (xBC.shape[1] + H * P) // 2
     order, kept, parents = np.arange(SPAN), np.zeros(SPAN, np.int64), np.arange(SPAN) - 1
     parents[0] = 0
-    room = _room(0, SPAN, P)
+    room = _room(0, SPAN, P, _block_of(N, dt.shape[1], H))
     for at in range(begin, end, SPAN):
         last = min(at + SPAN, end)
         q = last - at
@@ -54,7 +54,7 @@ def scan(xBC, dt, decay, D, state, requests, segments, y):
 
     xBC [n, H*P + 2*G*N] after the convolution; dt, decay [n, H]: after softplus, and exp(dt A); D
     [H]; state [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan. Out: y [n,
-    H*P].
+    H*P]. Of a delta rule xBC is what ``arrange_prompts`` leaves, and is written to; dt: its gates.
     """
     for task in prange(requests.shape[0] * state.shape[1]):
         scan_head(task, xBC, dt, decay, D, state, requests, segments, y)

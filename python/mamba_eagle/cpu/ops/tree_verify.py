@@ -13,8 +13,11 @@ folded, where the dual form of torch.py adds up in an order that depends on all 
 Threads share out requests, then pairs of a request and a head. The order of operations depends on
 nothing but the request: its outputs do not depend on the batch, or on the number of threads.
 
+A delta rule (layers/delta_rule.py) has the same pass: its rows are keys of length 1 in place of B
+and u in place of dt x, which is found on the way, and two gates per head, g and beta.
+
 b of R request slots, T tree nodes, W rows per request, H heads of P channels, G groups, N state
-size, K convolution width, C = H*P + 2*G*N convolution channels.
+size, K convolution width, C = H*P + 2*G*N convolution channels, E gates: H, or 2 H.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.cpu.ops.causal_conv import convolve_row
+from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
-from mamba_eagle.cpu.vector_math import ZERO, exp, softplus
+from mamba_eagle.cpu.vector_math import ONE, ZERO, exp, softplus
+from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas, step_odd_deltas
 from mamba_eagle.cpu.vectors.memory import places
 from mamba_eagle.cpu.vectors.states import (
+    AFTER,
     BEFORE,
     States,
     decay_of,
@@ -51,7 +57,8 @@ class LayerWeights(NamedTuple):
 
     conv: np.ndarray  # [K + 1, C]: the taps, the token itself last, then the bias
     heads: np.ndarray  # [3, H]: A, bias of the step size, D
-    low: np.float32  # the step size is clamped to low … high
+    # the step size is clamped to low … high; of a delta rule 0, and what beta is a sigmoid times
+    low: np.float32
     high: np.float32
 
 
@@ -60,8 +67,8 @@ class Buffers(NamedTuple):
 
     conv_in: np.ndarray  # [R, K-1 + W, C] raw convolution inputs: history, then rows
     xB: np.ndarray  # [R, W, H*P + G*N] after convolution and SiLU
-    dt: np.ndarray  # [R, W, H] after softplus
-    decay: np.ndarray  # [R, W, H]: exp(dt A)
+    dt: np.ndarray  # [R, W, E]: after softplus; or g, then beta
+    decay: np.ndarray  # [R, W, H]: exp(dt A); or exp(g)
     state: np.ndarray  # [state slots, H, P, N]: S0
 
 
@@ -108,6 +115,7 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
     slot, first, length = nodes.slots[r], r * T, nodes.journal_len[r]
     inputs, slot_rows, above = conv_in[slot], nodes.rows[r], nodes.parents[r]
     convolved, rows = np.empty(xbc.shape[1], np.float32), seen.rows[r]
+    is_delta = dt.shape[2] > H
     depth_first(above, seen.order[r], seen.kept[r])
     for k in range(length):
         rows[k] = nodes.journal[r, k]
@@ -119,6 +127,10 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
             own_inputs[c] = raw[c]
         _convolve(convolved, conv, inputs, slot_rows, above, nodes.tail[r], i)
         own, C = xB[slot, row], seen.C[r, i]
+        if is_delta:
+            arrange(convolved, N, own, C.reshape(G * N))
+            delta_gates(dt_raw[first + i], heads, high, dt[slot, row], decay[slot, row])
+            continue
         for c in range(width):
             own[c] = convolved[c]
         for g in range(G):
@@ -134,7 +146,7 @@ class Rows(NamedTuple):
     """Where a pass over a state reads its inputs: of a request slot, or of a replay."""
 
     xB: np.ndarray  # [W, H*P + G*N or more]
-    dt: np.ndarray  # [W, H]
+    dt: np.ndarray  # [W, E]
     decay: np.ndarray  # [W, H]
 
 
@@ -150,11 +162,12 @@ class Nodes(NamedTuple):
 
 
 @kernel
-def _room(rows, nodes, P):
+def _room(rows, nodes, P, block):
     """What passes over so many rows and nodes of heads of P channels write to on their way, one
-    after the other: the words of States, then float32 numbers."""
+    after the other: the words of States, then float32 numbers. block: N of a delta rule, or 0."""
     count = rows + nodes
-    numbers = count * (1 + P) + LINE // 4 + room_for(nodes)
+    numbers = count * (2 + P) + LINE // 4
+    numbers += room_for(nodes) if block == 0 else block_room_for(nodes, block)
     return np.empty(AT.COUNT + numbers // 2 + 1, np.int64)
 
 
@@ -164,7 +177,7 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
     the rows of both. writes: when the state is written, as in numba_states.py."""
     (P, N), (xB, dt, decay) = S.shape, inputs
     words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
-    T, H, width = nodes.parents.shape[0], dt.shape[1], xB.shape[1]
+    T, H, width = nodes.parents.shape[0], decay.shape[1], xB.shape[1]
     count, G = journal + T, nodes.C.shape[1] // N
     if CHECKED:
         check_within(ids[:count], xB.shape[0])
@@ -172,6 +185,9 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
         check_within(nodes.order, T)
     g = h // (H // G)
     of_x, of_B = h * P, H * P + g * N
+    if dt.shape[1] > H:
+        _delta_pass(S, h, inputs, ids, journal, writes, nodes, room, of_B)
+        return
     for k in range(count):
         row = ids[k]
         numbers[k], step, begin = decay[row, h], dt[row, h], count + k * P
@@ -200,6 +216,49 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
 
 
 @kernel
+def _delta_pass(S, h, inputs, ids, journal, writes, nodes, room, of_k):
+    """The same of a delta rule. Rows of nodes have values in place of u until then; of_k: where
+    keys begin in a row."""
+    (P, N), (rows, gates, decay), T = S.shape, inputs, nodes.parents.shape[0]
+    words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
+    H, count, of_x = decay.shape[1], journal + T, h * P
+    read, added = numbers[count : 2 * count], numbers[2 * count :]
+    for k in range(count):
+        row = ids[k]
+        beta = gates[row, H + h] if k >= journal else ONE
+        numbers[k], read[k] = decay[row, h], -beta * decay[row, h]
+        for p in range(P):
+            added[k * P + p] = beta * rows[row, of_x + p]
+    of_q = of_k - H * P
+    if P % VECTOR != 0 or N % VECTOR != 0:
+        step_odd_deltas(
+            S, numbers, added, read, rows, of_k, ids, journal, writes, nodes.parents,
+            nodes.C[:, of_q : of_q + N], nodes.y[:, of_x : of_x + P],
+        )  # fmt: skip
+    else:
+        words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
+        words[AT.DECAY], words[AT.P], words[AT.READ] = numbers.ctypes.data, P, read.ctypes.data
+        words[AT.ADDED], words[AT.ROWS] = added.ctypes.data, rows.ctypes.data
+        words[AT.ROW], words[AT.OF_B], words[AT.IDS] = rows.shape[1], of_k, ids.ctypes.data
+        words[AT.WRITES], words[AT.PARENTS] = writes, nodes.parents.ctypes.data
+        words[AT.ORDER], words[AT.KEPT] = nodes.order.ctypes.data, nodes.kept.ctypes.data
+        words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * of_q, nodes.C.strides[0] // 4
+        words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
+        words[AT.SUMS] = -(-(words[AT.ADDED] + 4 * count * P) // LINE) * LINE
+        words[AT.TILES] = words[AT.SUMS] + 4 * N * VECTOR
+        step_deltas(words.ctypes.data, P)
+    for k in range(journal, count):
+        for p in range(P):
+            rows[ids[k], of_x + p] = added[k * P + p]
+
+
+@kernel
+def _block_of(N, gates, H):
+    """As ``_room`` takes it."""
+    return N if gates > H else 0
+
+
+@kernel
 def _head(r, h, nodes, skip, buffers, seen, y, room):
     """The outputs of one head for the nodes of request r, once ``_enter`` has seen them."""
     slot, T = nodes.slots[r], nodes.rows.shape[1]
@@ -216,7 +275,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     state after the journal, where ``nodes.fold`` asks for it.
 
     Args:
-        xbc: [b*T, C], before the convolution; dt_raw: [b*T, H]; nodes: TreeLayout of arrays;
+        xbc: [b*T, C], before the convolution; dt_raw: [b*T, E]; nodes: TreeLayout of arrays;
             weights: LayerWeights; buffers: Buffers, in which the nodes' rows are written.
         Out: y [b*T, H*P].
     """
@@ -233,7 +292,8 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     for r in prange(b):
         _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
     for task in prange(b * H):
-        room = _room(nodes.journal_len[task // H], T, P)
+        block = _block_of(N, buffers.dt.shape[2], H)
+        room = _room(nodes.journal_len[task // H], T, P, block)
         _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
 
@@ -250,7 +310,8 @@ def _fold_head(slot, rows, S, h, buffers):
     H, P, N = buffers.state.shape[1:]
     inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
     none = _no_nodes(H, P, (buffers.xB.shape[2] - H * P) // N, N)
-    _pass(S, h, inputs, rows, len(rows), BEFORE, none, _room(len(rows), 0, P))
+    room = _room(len(rows), 0, P, _block_of(N, buffers.dt.shape[2], H))
+    _pass(S, h, inputs, rows, len(rows), BEFORE, none, room)
 
 
 @threaded
@@ -269,16 +330,37 @@ def fold(slots, lengths, path, state_slots, history, buffers):
 
 
 @kernel
-def _enter_again(k, raw, parents, tail, steps, weights, inputs):
-    """Row k of a replay; raw [K-1 + count, C], parents [count], tail [K-1], steps [H]."""
+def _enter_again(k, raw, parents, tail, steps, weights, inputs, N):
+    """Row k of a replay; raw [K-1 + count, C], parents [count], tail [K-1], steps [E]."""
     xB, dt, decay = inputs
     convolved, rates = np.empty(raw.shape[1], np.float32), weights.heads[0]
     _convolve(convolved, weights.conv, raw, np.arange(len(parents)), parents, tail, k)
-    own = xB[k]
+    own, H = xB[k], decay.shape[1]
+    if len(steps) > H:
+        for h in range(2 * H):
+            dt[k, h] = steps[h]
+        for h in range(H):
+            decay[k, h] = decay_of(steps[h], ONE)
+        arrange(convolved, N, own, np.empty((len(convolved) - own.shape[0]), np.float32))
+        return
     for c in range(own.shape[0]):
         own[c] = convolved[c]
-    for h in range(steps.shape[0]):
+    for h in range(H):
         dt[k, h], decay[k, h] = steps[h], decay_of(steps[h], rates[h])
+
+
+@kernel
+def _replay_head(S, h, inputs, rows, y, G):
+    """u of a delta rule is not kept with saved journals, so there its rows are nodes, whose outputs
+    y [count, H*P] nobody reads."""
+    (P, N), H, count = S.shape, inputs.decay.shape[1], len(rows)
+    if len(y) == 0:
+        _pass(S, h, inputs, rows, count, BEFORE, _no_nodes(H, P, G, N), _room(count, 0, P, 0))
+        return
+    above, kept = np.maximum(rows - 1, 0), np.zeros(count, np.int64)
+    C, skip = np.zeros((count, G * N), np.float32), np.zeros(H, np.float32)
+    chain = Nodes(above, rows, kept, C, skip, y)
+    _pass(S, h, inputs, rows, 0, AFTER, chain, _room(0, count, P, N))
 
 
 @threaded
@@ -286,7 +368,7 @@ def replay(first, count, weights, conv_in, dt, history, state):
     """The state after ``count`` rows of a journal slot, of which the first is row ``first``, and
     its history, in one layer and in place.
 
-    weights: LayerWeights; conv_in [S, C], dt [S, H]: a journal slot; history [K-1, C]; state
+    weights: LayerWeights; conv_in [S, C], dt [S, E]: a journal slot; history [K-1, C]; state
     [H, P, N].
     """
     (size, C), (H, P, N), before = conv_in.shape, state.shape, history.shape[0]
@@ -300,15 +382,15 @@ def replay(first, count, weights, conv_in, dt, history, state):
     G = (C - H * P) // (2 * N)
     inputs = Rows(
         np.empty((count, H * P + G * N), np.float32),
-        np.empty((count, H), np.float32),
+        np.empty((count, dt.shape[1]), np.float32),
         np.empty((count, H), np.float32),
     )
     for k in prange(count):
         row = np.int64(k)  # prange counts without a sign
-        _enter_again(row, raw, parents, tail, dt[(first + row) % size], weights, inputs)
+        _enter_again(row, raw, parents, tail, dt[(first + row) % size], weights, inputs, N)
+    y = np.empty((count if dt.shape[1] > H else 0, H * P), np.float32)
     for h in prange(H):
-        none, room = _no_nodes(H, P, G, N), _room(count, 0, P)
-        _pass(state[h], h, inputs, rows, count, BEFORE, none, room)
+        _replay_head(state[h], h, inputs, rows, y, G)
     for k in range(before):
         kept, source = history[k], raw[count + k]
         for c in range(C):
@@ -333,7 +415,8 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
     inner, channels = H * P, xbc.shape[1]
     heads_per_group = 2 * H * N // (channels - inner)
     half = (channels - inner) // 2
-    convolved = np.empty(channels, np.float32)
+    convolved, row = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    decays = np.empty(H, np.float32)
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, above = conv_in[slot], parents[r]
@@ -344,6 +427,13 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
             _convolve(convolved, conv, inputs, rows[r], above, tail[r], i)
             before = node_states[slot, above[i]] if i > 0 else state[state_slots[r]]
             after, out = node_states[slot, i], y[first + i]
+            if dt.shape[2] > H:
+                keys, queries = row[inner : inner + half], row[inner + half :]
+                arrange(convolved, N, row[: inner + half], queries)
+                gates = dt[slot, rows[r, i]]
+                delta_gates(dt_raw[first + i], heads, high, gates, decays)
+                _snapshot_delta(gates, decays, row, keys, queries, before, after, out)
+                continue
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
                 dt[slot, rows[r, i], h] = step
@@ -360,11 +450,31 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
                     out[h * P + p] = total + D[h] * x
 
 
+@kernel
+def _snapshot_delta(gates, decay, values, keys, queries, before, after, y):
+    """A node of a delta rule: states before and after [H, P, N], gates [2 H], y [H*P]."""
+    H, P, N = before.shape
+    each = H * N // len(keys)
+    for h in range(H):
+        beta, kept, first = gates[H + h], decay[h], h // each * N
+        k, q = keys[first : first + N], queries[first : first + N]
+        for p in range(P):
+            old, new, found, total = before[h, p], after[h, p], ZERO, ZERO
+            for n in range(N):
+                found += old[n] * k[n]
+            u = beta * (values[h * P + p] - kept * found)
+            for n in range(N):
+                value = kept * old[n] + u * k[n]
+                new[n] = value
+                total += value * q[n]
+            y[h * P + p] = total
+
+
 class SnapshotBuffers(NamedTuple):
     """What the snapshot scheme keeps of one layer."""
 
     conv_in: np.ndarray  # [R, K-1 + W, C]
-    dt: np.ndarray  # [R, W, H], after softplus and clamp; written only
+    dt: np.ndarray  # [R, W, E], after softplus and clamp, or g and beta; written only
     node_states: np.ndarray  # [R, W, H, P, N]
     state: np.ndarray  # [state slots, H, P, N]: where the root starts
 

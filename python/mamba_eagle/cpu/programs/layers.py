@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import numpy as np
@@ -31,18 +31,36 @@ from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
 from mamba_eagle.cpu.spans.adapters import ADD
 from mamba_eagle.cpu.team import Program
+from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.gated_mlp import PackedGatedMLP
+from mamba_eagle.layers.context import Rotation
+from mamba_eagle.layers.delta_rule import GatedDeltaNet
+from mamba_eagle.layers.gated_attention import GatedAttention
+from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
+from mamba_eagle.layers.rotary import RotaryAttention
 
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
+
+
+class Columns(NamedTuple):
+    """Where products leave what a recurrence reads: names in the scratch, widths, first columns."""
+
+    channels: tuple[str, int, int]
+    gates: tuple[str, int, int]
+
+    def describe(self, call: Call) -> None:
+        own = call.block
+        projected, own.columns, own.channels_at = self.channels
+        raw, own.raw_columns, own.gates_at = self.gates
+        call.lies(projected=projected, raw=raw)
 
 
 class Builder:
@@ -63,13 +81,16 @@ class Builder:
         body = layer.body
         if isinstance(body, Mamba2Mixer):
             made, width = self._mixer(layer, body)
+        elif isinstance(body, GatedDeltaNet):
+            made, width = self._delta_net(layer, body)
         elif isinstance(body, Attention):
             made, width = self._attention(layer, body)
-        elif isinstance(body, PackedGatedMLP):
-            last = body.output_linear
-            self._norm(layer, body.input_linear)
-            self.product(body.input_linear, "inputs", "wide")
-            self._gate(spans.SILU_GATE, body.input_linear, last)
+        elif isinstance(body, (PackedGatedMLP, GatedMLP)):
+            both, last = body.products
+            assert both is not None
+            self._norm(layer, both)
+            self.product(both, "inputs", "wide")
+            self._gate(spans.SILU_GATE, both, last)
             made, width = "made", self.product(last, "inputs", "made")
         else:
             last = body.down_proj
@@ -158,23 +179,40 @@ class Builder:
         size, norm = mixer.config.inner_size, mixer.norm
         self._norm(layer, mixer.in_proj)
         width = self.product(mixer.in_proj, "inputs", "wide")
-        self.recur(mixer, width)
+        gates_at = size + mixer.config.conv_dim
+        self.recur(mixer, Columns(("wide", width, size), ("wide", width, gates_at)))
         own = abi.GatedNorm(size=size, group=norm.group_size, eps=norm.eps, columns=width)
-        gate = self.call(spans.GATED_NORM, own, work_per_row=size * NS_PER_NUMBER * 2)
-        gate.keep(weight=norm.weight.detach().float().contiguous().numpy())
-        gate.lies(y="y", projected="wide", out="inputs")
-        self.rounded(gate, mixer.out_proj)
-        return "made", self.product(mixer.out_proj, "inputs", "made")
+        return self._gated_norm(spans.GATED_NORM, own, norm.weight, mixer.out_proj)
 
-    def recur(self, mixer: Mamba2Mixer, width: int) -> None:
-        """From the columns that a mixer has projected its inputs to, "wide", to "y"."""
+    def _delta_net(self, layer: Residual, mixer: GatedDeltaNet) -> tuple[str, int]:
+        parts, c = mixer.parts, mixer.config
+        assert parts is not None
+        self._norm(layer, parts.channels)
+        width = self.product(parts.channels, "inputs", "wide")
+        gates = self.product(parts.gates, "inputs", "gates")
+        self.recur(mixer, Columns(("wide", width, 0), ("gates", gates, 0)))
+        own = abi.GatedNorm(size=c.inner_size, group=c.head_dim, eps=parts.norm.eps, columns=width)
+        own.gate_at = c.conv_dim
+        return self._gated_norm(spans.HEAD_NORM, own, parts.norm.weight, parts.out)
+
+    def _gated_norm(
+        self, kernel: SpanKernel, own: abi.GatedNorm, weight: Tensor, out: Linear
+    ) -> tuple[str, int]:
+        call = self.call(kernel, own, work_per_row=own.size * NS_PER_NUMBER * 2)
+        call.keep(weight=weight.detach().float().contiguous().numpy())
+        call.lies(y="y", projected="wide", out="inputs")
+        self.rounded(call, out)
+        return "made", self.product(out, "inputs", "made")
+
+    def recur(self, mixer: Mixer, columns: Columns) -> None:
+        """From the columns that a mixer has projected its inputs to, to "y"."""
         c, own = mixer.config, abi.Recurrence()
         convolving = c.conv_dim * 4 * NS_PER_NUMBER
         enter = self.call(
             spans.BEGIN_REQUESTS, own,
             units_per_row=0, units_per_request=1, work_per_row=convolving,
         )  # fmt: skip
-        self.recurrence(enter, mixer, width)
+        self.recurrence(enter, mixer, columns)
         reading = c.inner_size * c.state_size // 16
         self.call(
             spans.HEADS, own,
@@ -188,8 +226,14 @@ class Builder:
         width = self.product(packed, "inputs", "wide")
         assert self.pool is not None
         keys, values = (kept[attention.index].numpy() for kept in (self.pool.k, self.pool.v))
-        own = abi.Attention(columns=width, scale=attention.scale, kv_slots=keys.shape[0])
-        own.heads, own.kv_heads, own.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        gated = isinstance(attention, GatedAttention)
+        sizes = {
+            "columns": width, "heads": c.num_heads, "kv_heads": c.num_kv_heads,
+            "head_dim": c.head_dim, "each": 2 if gated else 1,
+        }  # fmt: skip
+        if isinstance(attention, RotaryAttention):
+            self._place_heads(attention, sizes)
+        own = abi.Attention(scale=attention.scale, kv_slots=keys.shape[0], **sizes)
         call = self.call(
             spans.ATTENTION, own,
             units_per_row=0, units_per_tree=c.num_kv_heads, work_per_row=ATTENTION_NS,
@@ -198,14 +242,31 @@ class Builder:
         size = c.num_heads * c.head_dim
         call.lies(packed="wide", out="inputs")
         self.scratch.want("inputs", size * 4)
-        if takes_prepared_inputs(attention.o_proj):
+        if gated:
+            gate = abi.GateHeads(columns=width, heads=c.num_heads, head_dim=c.head_dim)
+            gating = self.call(spans.GATE_HEADS, gate, work_per_row=size * NS_PER_NUMBER)
+            gating.lies(packed="wide", out="inputs")
+            self.rounded(gating, attention.o_proj)
+        elif takes_prepared_inputs(attention.o_proj):
             inputs = abi.Inputs(size=size)
             rounding = self.call(spans.ROUND_INPUTS, inputs, work_per_row=size)
             rounding.lies(x="inputs")
             self.rounded(rounding, attention.o_proj)
         return "made", self.product(attention.o_proj, "inputs", "made")
 
-    def recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
+    def _place_heads(self, attention: RotaryAttention, sizes: dict[str, int]) -> None:
+        own = abi.PlaceHeads(**sizes)
+        work = sizes["columns"] * NS_PER_NUMBER
+        call = self.call(spans.PLACE_HEADS, own, work_per_row=work)
+        call.lies(packed="wide")
+        if attention.config.head_norm:
+            own.eps = attention.q_norm.eps
+            norms = (attention.q_norm.weight, attention.k_norm.weight)
+            q, k = (weight.detach().float().contiguous().numpy() for weight in norms)
+            call.keep(q_norm=q, k_norm=k)
+
+    def recurrence(self, call: Call, mixer: Mixer, columns: Columns | None) -> None:
+        """columns: None of a fold, which reads none."""
         c, own = mixer.config, call.block
         weights: cpu.LayerWeights = self.scheme.weights_of(mixer)
         buffers: cpu.Buffers = self.scheme.buffers_of(mixer)
@@ -213,9 +274,9 @@ class Builder:
         call.keep(conv=conv, heads=heads, **buffers._asdict())
         requests, rows, _ = buffers.xB.shape
         own.assign(
-            columns=width, low=weights.low, high=weights.high, R=requests, W=rows,
+            low=weights.low, high=weights.high, R=requests, W=rows,
             K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
-            G=c.num_groups, states=buffers.state.shape[0],
+            G=c.num_groups, E=c.gate_size, states=buffers.state.shape[0],
         )  # fmt: skip
         for name, size in (
             ("C", c.num_groups * c.state_size * 4),
@@ -225,9 +286,10 @@ class Builder:
             ("y", c.inner_size * 4),
         ):
             self.scratch.want(name, size)
+        if columns is not None:
+            columns.describe(call)
         call.lies(
-            projected="wide", seen_C="C", seen_rows="seen rows", seen_order="order",
-            seen_kept="kept", out="y",
+            seen_C="C", seen_rows="seen rows", seen_order="order", seen_kept="kept", out="y"
         )  # fmt: skip
 
 
@@ -280,7 +342,7 @@ class FusedLayers:
 
     def __init__(self, scheme: Any) -> None:
         self._scheme, self.recurrent = ref(scheme), scheme.recurrent
-        self._made: dict[tuple[int, int, bool, bool], list[Any] | None] = {}
+        self._made: dict[tuple[int, int, bool, bool, bool], list[Any] | None] = {}
         self.frame, self.row_slots = abi.Frame(), abi.RowSlots()
 
     def run(
@@ -293,11 +355,12 @@ class FusedLayers:
         if self.recurrent and layout.parents is None:
             return None
         attends = isinstance(paged, (CpuTreeAttention, CpuLanes))
-        adapted = (slots := slots_of_rows()) is not None
+        adapted, rotates = (slots := slots_of_rows()) is not None, ctx.rotation is not None
         # both ends of a slice of a model's own layers
-        key = (id(layers[0]), len(layers), attends, adapted)
+        key = (id(layers[0]), len(layers), attends, adapted, rotates)
         if key not in self._made:
-            self._made[key] = self._parts(layers, paged.pool if attends else None, adapted)
+            pool = paged.pool if attends else None
+            self._made[key] = self._parts(layers, pool, adapted, rotates)
         parts = self._made[key]
         if parts is None:
             return None
@@ -308,6 +371,8 @@ class FusedLayers:
             requests = self._describe(layout)
         if attends:
             trees = self._describe_attention(paged)
+        if rotates:
+            rotate(self.frame, ctx.rotation)
         for part in parts:
             hidden = part(hidden, ctx, requests, trees)
         return hidden
@@ -334,17 +399,24 @@ class FusedLayers:
         return frame.trees
 
     def _parts(
-        self, layers: Sequence[nn.Module], pool: KVPool | None, adapted: bool
+        self, layers: Sequence[nn.Module], pool: KVPool | None, adapted: bool, rotates: bool
     ) -> list[Any] | None:
         row_slots = self.row_slots if adapted else None
 
         def fuses(step: Residual) -> bool:
-            return has_program(step, pool is not None)
+            return has_program(step, pool is not None, rotates)
 
         def begin() -> Builder:
             return Builder(self.frame, self._scheme(), pool, row_slots)
 
         return parts_of(layers, fuses, begin, FusedRun)
+
+
+def rotate(frame: abi.Frame, rotation: Rotation) -> None:
+    """The pass's angles, which the caller keeps."""
+    cos, sin = rotation
+    frame.point(cos=cos, sin=sin)
+    frame.pairs = cos.shape[-1]
 
 
 def parts_of(
@@ -381,29 +453,45 @@ def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:
     return steps
 
 
-def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
+def residuals_of(layers: Sequence[nn.Module], rotates: bool = False) -> list[Residual] | None:
     """What the layers consist of, if programs can compute all of it."""
     steps = all_residuals(layers)
-    return steps if steps and all(has_program(step, True) for step in steps) else None
+    return steps if steps and all(has_program(step, True, rotates) for step in steps) else None
 
 
-def has_program(layer: Residual, has_pool: bool) -> bool:
-    """Whether a program can compute it; has_pool: whether it could read keys and values."""
+def has_program(layer: Residual, has_pool: bool, rotates: bool = False) -> bool:
+    """Whether a program can compute it; has_pool: whether it could read keys and values; rotates:
+    whether its frame has the angles."""
     body = layer.body
     if layer.norm.rounding is not None or not layer.total.alone:
         return False
     if isinstance(body, Mamba2Mixer):
         fits = isinstance(body.norm, GatedGroupRMSNorm)
         return fits and multiplies(body.in_proj) and multiplies(body.out_proj)
-    if type(body) is Attention and has_pool and (packed := body.qkv) is not None:
+    if isinstance(body, GatedDeltaNet):
+        return has_delta_program(body)
+    attends = type(body) is Attention or (
+        rotates and type(body) in (RotaryAttention, GatedAttention)
+    )
+    if attends and has_pool and (packed := body.qkv) is not None:
         whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
         return whole and multiplies(body.o_proj)
-    if isinstance(body, PackedGatedMLP):
-        fits = body.gate.act is F.silu
-        return fits and multiplies(body.input_linear) and multiplies(body.output_linear)
+    if isinstance(body, (PackedGatedMLP, GatedMLP)):
+        first, last = body.products
+        fits = body.gate.act is F.silu and first is not None
+        return fits and multiplies(first) and multiplies(last)
     if isinstance(body, ReluSquaredMLP):
         return multiplies(body.up_proj) and multiplies(body.down_proj)
     return False
+
+
+def has_delta_program(mixer: GatedDeltaNet) -> bool:
+    """Both products have to read the same form of their inputs."""
+    parts = mixer.parts
+    if mixer.config.channel_decay or parts is None:
+        return False
+    alike = type(parts.channels.packed) is type(parts.gates.packed)
+    return alike and all(multiplies(each) for each in (parts.channels, parts.gates, parts.out))
 
 
 def multiplies(layer: Linear) -> bool:

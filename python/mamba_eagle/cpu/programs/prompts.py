@@ -20,12 +20,11 @@ from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Scratch, program_of
-from mamba_eagle.cpu.programs.layers import NS_PER_NUMBER, Builder, has_program, parts_of
+from mamba_eagle.cpu.programs.layers import NS_PER_NUMBER, Builder, Columns, has_program, parts_of
 from mamba_eagle.cpu.spans import prompts as spans
-from mamba_eagle.cpu.weights import layer_weights
+from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
 # Tokens of a pass beyond which its layers run one by one: the scratch, which stays, grows with the
 # tokens, and the share of Python in the time falls.
@@ -56,11 +55,11 @@ class PromptBuilder(Builder):
         super().__init__(frame, None, None, row_slots)
         self.states, self.scratch = states, scratch
 
-    def recur(self, mixer: Mamba2Mixer, width: int) -> None:
+    def recur(self, mixer: Mixer, columns: Columns) -> None:
         c, own = mixer.config, abi.PromptRecurrence()
         entering = c.conv_dim * 2 * NS_PER_NUMBER + c.num_heads * SOFTPLUS_NS
         first = self.call(spans.ENTER_TOKENS, own, work_per_row=entering)
-        self._describe(first, mixer, width)
+        self._describe(first, mixer, columns)
         scanning = c.inner_size * 2 * c.state_size // PRODUCTS_PER_NS
         for kernel, columns in (
             # it overwrites what the convolution has read
@@ -72,27 +71,26 @@ class PromptBuilder(Builder):
         ):
             self.call(kernel, own, **columns)
 
-    def _describe(self, call: Any, mixer: Mamba2Mixer, width: int) -> None:
+    def _describe(self, call: Any, mixer: Mixer, columns: Columns) -> None:
         """The block of a layer's recurrence."""
         c, weights = mixer.config, layer_weights(mixer)
         history, state = (part[mixer.index].numpy() for part in (self.states.conv, self.states.ssm))
         conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
         call.keep(conv=conv, heads=heads, history=history, state=state)
         call.block.assign(
-            columns=width, low=weights.low, high=weights.high, states=state.shape[0],
+            low=weights.low, high=weights.high, states=state.shape[0],
             K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
-            G=c.num_groups, layer=mixer.index,
+            G=c.num_groups, E=c.gate_size, layer=mixer.index,
         )  # fmt: skip
         for name, per_row in (
             ("convolved", c.conv_dim * 4),
-            ("steps", c.num_heads * 4),
+            ("steps", c.gate_size * 4),
             ("decay", c.num_heads * 4),
             ("y", c.inner_size * 4),
         ):
             self.scratch.want(name, per_row)
-        call.lies(
-            projected="wide", convolved="convolved", steps="steps", decay="decay", out="y"
-        )  # fmt: skip
+        columns.describe(call)
+        call.lies(convolved="convolved", steps="steps", decay="decay", out="y")
 
 
 class PromptRun:
@@ -151,7 +149,7 @@ class PromptPrograms:
 
         Args:
             ctx: what layers without a program are called with.
-            tables: None if there is no Mamba2 layer.
+            tables: None if there is no recurrent layer.
             kept: what else the pass writes to saved journals.
         """
         n = hidden.shape[0]

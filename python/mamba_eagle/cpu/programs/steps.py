@@ -26,15 +26,17 @@ from mamba_eagle.cpu.programs.layers import (
     Builder,
     multiplies,
     residuals_of,
+    rotate,
     takes_prepared_inputs,
     width_of,
 )
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
+from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
+from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -44,7 +46,8 @@ def target_program(
 ) -> TargetProgram | None:
     """None: some part of the model has no program. scheme: a ``CpuDeferred``. adapted: it adds what
     adapters do."""
-    rows, steps = stored_rows(parts.embedding), residuals_of(parts.layers)
+    rows = stored_rows(parts.embedding)
+    steps = residuals_of(parts.layers, parts.rotary is not None)
     if rows is None or steps is None:
         return None
     if kv.num_layers and kv.k.dtype != torch.float32:
@@ -113,14 +116,14 @@ class TargetProgram:
 
     def _folds(self, build: Builder, steps: Sequence[Residual]) -> None:
         for step in steps:
-            if isinstance(step.body, Mamba2Mixer):
+            if isinstance(step.body, Mixer):
                 c = step.body.config
                 call = build.call(
                     spans.FOLD, abi.Recurrence(step=self.step.address),
                     units_per_row=0, units_per_request=c.num_heads,
                     work=c.inner_size * c.state_size // 16,
                 )  # fmt: skip
-                build.recurrence(call, step.body, 0)
+                build.recurrence(call, step.body, None)
 
     def _norm(self, build: Builder) -> Call:
         norm, logits = self.parts.norm, self.parts.logits
@@ -203,6 +206,9 @@ class TargetProgram:
         if self.reads_features:
             self.logits.block.x = features.data_ptr()
         self.embed.block.tokens, self.logits.block.y = step.tokens, logits.data_ptr()
+        rotation = self._rotation(slots, tree)
+        if rotation is not None:
+            rotate(self.frame, rotation)
         self.program.run(n, b, b)
         outputs, scale = self.parts.logits.weight.shape[0], self.parts.logits_scale
         if outputs != self.width:
@@ -210,6 +216,13 @@ class TargetProgram:
         if scale != 1.0:
             logits = logits * scale
         return Passed(sized.layout, sized.positions, features, logits)
+
+    def _rotation(self, slots: Tensor, tree: Tree) -> Rotation | None:
+        """The angles of a step, to be kept until its end."""
+        if self.parts.rotary is None:
+            return None
+        positions = self.table.processed[slots][:, None] + tree.depths
+        return self.parts.rotary(positions.flatten(), slots.device)
 
     def commit(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, features: Tensor, target: Tensor,

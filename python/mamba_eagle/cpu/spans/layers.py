@@ -11,21 +11,30 @@ import numpy as np
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
-from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm
+from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.tree_attention import _tree_head
-from mamba_eagle.cpu.ops.tree_verify import Buffers, LayerWeights, Seen, _enter, _head, _room
+from mamba_eagle.cpu.ops.tree_verify import (
+    Buffers,
+    LayerWeights,
+    Seen,
+    _block_of,
+    _enter,
+    _head,
+    _room,
+)
 from mamba_eagle.cpu.products.amx import split_rows
 from mamba_eagle.cpu.products.grouped import GROUP, round_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.vector_math import ZERO, silu
+from mamba_eagle.cpu.vector_math import ZERO, sigmoid_of, silu
 from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.machine_code import kernel, numba
+from mamba_eagle.machine_code import kernel, numba, strictly
 
 frame_at, norm_at, gated_norm_at = reader(abi.Frame), reader(abi.Norm), reader(abi.GatedNorm)
 gate_at, residual_at, inputs_at = reader(abi.Gate), reader(abi.Residual), reader(abi.Inputs)
 recurrence_at, attention_at = reader(abi.Recurrence), reader(abi.Attention)
+place_heads_at, gate_heads_at = reader(abi.PlaceHeads), reader(abi.GateHeads)
 
 
 @kernel
@@ -54,8 +63,18 @@ def _gated_norm(arguments, first, last):
     n, size = frame_at(own.frame).rows, own.size
     y, out, weight = floats(own.y, (n, size)), floats(own.out, (n, size)), floats(own.weight, size)
     for r in range(first, last):  # rows that are contiguous, as those that a layer passes
-        gate = floats(own.projected + 4 * r * own.columns, (1, size))
+        gate = floats(own.projected + 4 * (r * own.columns + own.gate_at), (1, size))
         gated_group_rms_norm(y[r : r + 1], gate, weight, own.group, own.eps, out[r : r + 1])
+    round_made(out, first, last, own.rounded)
+
+
+def _head_norm(arguments, first, last):
+    own = gated_norm_at(arguments)
+    n, size, weight = frame_at(own.frame).rows, own.size, floats(own.weight, own.group)
+    y, out = floats(own.y, (n, size)), floats(own.out, (n, size))
+    for r in range(first, last):
+        gate = floats(own.projected + 4 * (r * own.columns + own.gate_at), (1, size))
+        head_norm_then_gate(y[r : r + 1], gate, weight, own.eps, out[r : r + 1])
     round_made(out, first, last, own.rounded)
 
 
@@ -129,7 +148,7 @@ def recurrence_of(own):
     buffers = Buffers(
         floats(own.conv_in, (R, K - 1 + W, own.channels)),
         floats(own.xB, (R, W, H * P + G * N)),
-        floats(own.dt, (R, W, H)),
+        floats(own.dt, (R, W, own.E)),
         floats(own.decay, (R, W, H)),
         floats(own.state, (own.states, H, P, N)),
     )
@@ -139,17 +158,17 @@ def recurrence_of(own):
         ints(own.seen_order, (b, T)),
         ints(own.seen_kept, (b, T)),
     )
-    projected = floats(own.projected, (n, own.columns))
-    return projected, nodes, weights, buffers, seen, floats(own.out, (n, H * P))
+    return nodes, weights, buffers, seen, floats(own.out, (n, H * P))
 
 
 def _begin_requests(arguments, first, last):
     """Requests [first, last) of ``_enter``."""
     own = recurrence_at(arguments)
-    projected, nodes, weights, buffers, seen, y = recurrence_of(own)
-    inner = y.shape[1]
-    end = inner + own.channels
-    xbc, dt = projected[:, inner:end], projected[:, end : end + own.H]
+    nodes, weights, buffers, seen, y = recurrence_of(own)
+    n = y.shape[0]
+    projected, raw = floats(own.projected, (n, own.columns)), floats(own.raw, (n, own.raw_columns))
+    xbc = projected[:, own.channels_at : own.channels_at + own.channels]
+    dt = raw[:, own.gates_at : own.gates_at + own.E]
     for r in range(first, last):
         _enter(r, xbc, dt, nodes, weights, buffers, seen)
 
@@ -157,9 +176,10 @@ def _begin_requests(arguments, first, last):
 def _heads(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``_head``."""
     own = recurrence_at(arguments)
-    _, nodes, weights, buffers, seen, y = recurrence_of(own)
+    nodes, weights, buffers, seen, y = recurrence_of(own)
     H, skip = own.H, weights.heads[2]
-    room = _room(nodes.journal.shape[1], nodes.rows.shape[1], own.P)
+    block = _block_of(own.N, own.E, H)
+    room = _room(nodes.journal.shape[1], nodes.rows.shape[1], own.P, block)
     for task in range(first, last):
         _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
@@ -170,7 +190,12 @@ def _attention(arguments, first, last):
     frame, heads, kv, D = frame_at(own.frame), own.heads, own.kv_heads, own.head_dim
     n, trees, E = frame.rows, frame.trees, frame.family
     packed = floats(own.packed, (n, own.columns // D, D))
-    new = (packed[:, :heads], packed[:, heads : heads + kv], packed[:, heads + kv : heads + 2 * kv])
+    end = heads * own.each  # of the queries
+    new = (
+        packed[:, : end : own.each],
+        packed[:, end : end + kv],
+        packed[:, end + kv : end + 2 * kv],
+    )
     pool = (floats(own.keys, (own.kv_slots, kv, D)), floats(own.values, (own.kv_slots, kv, D)))
     table = ints(frame.table, (frame.table_rows, frame.positions))
     sequences = (table, ints(frame.attended, trees), ints(frame.prefix, trees))
@@ -180,14 +205,56 @@ def _attention(arguments, first, last):
         _tree_head(task // kv, task % kv, new, pool, sequences, nodes, parents, own.scale, out)
 
 
+@strictly
+def _rotate(head, cos, sin):
+    pairs = len(cos)
+    for c in range(pairs):
+        first, second = head[c], head[pairs + c]
+        head[c] = first * cos[c] - second * sin[c]
+        head[pairs + c] = second * cos[c] + first * sin[c]
+
+
+def _place_heads(arguments, first, last):
+    own = place_heads_at(arguments)
+    frame, D = frame_at(own.frame), own.head_dim
+    n, end = frame.rows, own.heads * own.each
+    cos, sin = floats(frame.cos, (n, frame.pairs)), floats(frame.sin, (n, frame.pairs))
+    for r in range(first, last):
+        for h in range(own.heads + own.kv_heads):
+            is_query = h < own.heads
+            at = h * own.each if is_query else end + h - own.heads
+            head = floats(own.packed + 4 * (r * own.columns + at * D), (1, D))
+            weight = own.q_norm if is_query else own.k_norm
+            if weight != 0:
+                rms_norm(head, floats(weight, D), own.eps, head)
+            _rotate(head[0], cos[r], sin[r])
+
+
+@strictly
+def _gate_head(read, gate):
+    for c in range(len(read)):
+        read[c] = read[c] * sigmoid_of(gate[c])
+
+
+def _gate_heads(arguments, first, last):
+    own = gate_heads_at(arguments)
+    n, heads, D = frame_at(own.frame).rows, own.heads, own.head_dim
+    packed, out = floats(own.packed, (n, own.columns // D, D)), floats(own.out, (n, heads * D))
+    for r in range(first, last):
+        for h in range(heads):
+            _gate_head(out[r, h * D : (h + 1) * D], packed[r, 2 * h + 1])
+    round_made(out, first, last, own.rounded)
+
+
 def _round_inputs(arguments, first, last):
     own = inputs_at(arguments)
     x = floats(own.x, (frame_at(own.frame).rows, own.size))
     round_made(x, first, last, own.rounded)
 
 
-NORM, GATED_NORM = SpanKernel(_norm), SpanKernel(_gated_norm)
+NORM, GATED_NORM, HEAD_NORM = SpanKernel(_norm), SpanKernel(_gated_norm), SpanKernel(_head_norm)
 SILU_GATE, RELU_SQUARED = SpanKernel(_silu_gate), SpanKernel(_relu_squared)
 RESIDUAL = SpanKernel(_residual)
+PLACE_HEADS, GATE_HEADS = SpanKernel(_place_heads), SpanKernel(_gate_heads)
 ATTENTION, ROUND_INPUTS = SpanKernel(_attention), SpanKernel(_round_inputs)
 BEGIN_REQUESTS, HEADS = SpanKernel(_begin_requests), SpanKernel(_heads)

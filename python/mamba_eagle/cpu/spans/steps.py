@@ -93,7 +93,7 @@ def _fold(arguments, first, last):
     step, H = step_at(own.step), own.H
     slots, folded = ints(step.own_slots, step.b), ints(step.folded, step.b)
     state_slot, path = ints(step.state_slot, step.R), ints(step.path, (step.R, step.places))
-    _, _, _, buffers, _, _ = recurrence_of(own)
+    _, _, buffers, _, _ = recurrence_of(own)
     for task in range(first, last):
         r, h = task // H, task % H
         length = folded[r]

@@ -43,8 +43,10 @@ class States:
     C, C_ROW = 16, 17  # of the nodes, and numbers from one to the next
     SKIP = 18  # address of D
     OUT, OUT_ROW = 19, 20  # y of the nodes
-    SUMS, TILES = 21, 22  # room: [T, 16, 16], [T, TILE, 16]
-    COUNT = 23
+    # room: [T, 16, 16], [T, TILE, 16]; of a delta rule a block of the state, and one for each node
+    SUMS, TILES = 21, 22
+    READ = 23  # [J + T], of a delta rule's nodes: -beta·decay
+    COUNT = 24
 
 
 @strictly

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runner_harness import PLAIN, TREE, Engine, Settings, greedy
-from tiny_model import VOCAB, write_folder, write_head, write_model
+from tiny_model import VOCAB, write_delta_model, write_folder, write_head, write_model
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -49,12 +49,14 @@ GRANITE = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Nemotron-H with odd sizes, and Granite."""
+    """Nemotron-H with odd sizes, Granite, and Qwen3.5: delta rules, gated attention, rotation."""
     room = tmp_path_factory.mktemp("fused")
     hybrid = write_model(room / "hybrid")
     granite = GraniteMoeHybridForCausalLM(parse_config(GRANITE))
     random_weights(granite, 3)
     found = {"hybrid": hybrid, "granite": write_folder(room / "granite", GRANITE, granite)}
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 32}
+    found["delta"] = write_delta_model(room / "delta", **sizes)
     for name, folder in found.items():
         write_head(room / f"{name}-head", folder)
     return found
@@ -89,7 +91,7 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["hybrid", "granite"])
+@pytest.mark.parametrize("name", ["hybrid", "granite", "delta"])
 @pytest.mark.parametrize("mode", ["auto", "int8"])
 def test_a_program_computes_what_the_layers_do(
     name: str, mode: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch

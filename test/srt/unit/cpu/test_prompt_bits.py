@@ -11,8 +11,8 @@ import pytest
 import torch
 from runner_harness import PLAIN, Engine, Live, Prefix, greedy
 from step_rig import made
-from test_step_bits import SIZES
-from tiny_model import VOCAB, write_model
+from test_step_bits import DELTA_SIZES, SIZES, written
+from tiny_model import VOCAB
 from torch import Tensor
 
 from mamba_eagle.cpu.programs.prompts import MOST_TOKENS
@@ -72,10 +72,9 @@ def prompt_of(number: int, length: int = LENGTH) -> list[int]:
     return [(7 * k * k + 3 * k + number) % VOCAB for k in range(length)]
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    return write_model(folder, scaled=True, intermediate_size=96, **SIZES[request.param])
+    return written(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runner_harness import PLAIN, Engine, Settings
 from step_rig import made, partings
-from tiny_model import VOCAB, write_model
+from tiny_model import VOCAB, write_delta_model, write_model
 
 SIZES = {
     # whole vectors, of states and of keys
@@ -17,6 +17,14 @@ SIZES = {
     "two-vectors": {"mamba_head_dim": 32, "ssm_state_size": 32, "head_dim": 64, "n_groups": 4},
     "odd": {},
 }
+# gated DeltaNet; of keys two vectors, five, and no whole one
+DELTA_SIZES = {
+    "delta-vectors": {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32},
+    "delta-five-vectors": {
+        "linear_key_head_dim": 80, "linear_value_head_dim": 16, "linear_num_value_heads": 4,
+    },
+    "delta-odd": {},
+}  # fmt: skip
 SPECULATING = {
     "chain": Settings("NGRAM", topk=1, steps=5, nodes=6),
     "tree": Settings("NGRAM", topk=3, steps=4, nodes=8),
@@ -26,10 +34,15 @@ SPECULATING = {
 LENGTHS, NEW_TOKENS = (5, 37), 36
 
 
-@pytest.fixture(scope="module", params=SIZES)
+def written(name: str, folder: Path) -> Path:
+    if name in DELTA_SIZES:
+        return write_delta_model(folder, **DELTA_SIZES[name])
+    return write_model(folder, scaled=True, intermediate_size=96, **SIZES[name])
+
+
+@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    return write_model(folder, scaled=True, intermediate_size=96, **SIZES[request.param])
+    return written(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])

@@ -20,7 +20,7 @@ import pytest
 import torch
 from runner_harness import Engine, Live, Settings, greedy, random_prompt, sampled
 from test_runner_graphs import LikeGpu, without_graphs
-from tiny_model import write_delta_model, write_head, write_model
+from tiny_model import GPU_DELTA_SIZES, write_delta_model, write_head, write_model
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -93,7 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
         n_groups=1,
     )  # fmt: skip
     head = write_head(folder / "head", model)
-    delta = write_delta_model(folder / "delta")
+    delta = write_delta_model(folder / "delta", **GPU_DELTA_SIZES)
     return {"model": model, "EAGLE": head, "STANDALONE": model, "NONE": None, "delta-rule": delta}
 
 

@@ -26,7 +26,7 @@ from runner_harness import (
 from test_runner_blocks import DRAFTERS, assert_drafts_are_its_own, make_engine
 from test_runner_graphs import LikeGpu, without_graphs
 from tiny_blocks import DSPARK_CONFIG
-from tiny_model import write_delta_model, write_head, write_model
+from tiny_model import GPU_DELTA_SIZES, write_delta_model, write_head, write_model
 
 pytest.importorskip("triton")
 
@@ -124,7 +124,7 @@ def test_texts_of_a_delta_rule_are_the_plain_models(
     tmp_path: Path, nodes_seen: list[tuple[int, int]]
 ) -> None:
     """Its own drafts, few rows, and a second request that continues from the first one's state."""
-    model = write_delta_model(tmp_path)
+    model = write_delta_model(tmp_path, **GPU_DELTA_SIZES)
     settings = Settings("STANDALONE", topk=1, steps=2, nodes=3, rows=11, fused=False)
     engine = Engine(model, model, settings)
     assert isinstance(engine.runner.steps.step.scheme, TritonDelta)
