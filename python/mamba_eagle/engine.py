@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -282,6 +282,9 @@ class Engine:
         future = self._start(work)
         try:
             return future.result()
+        except CancelledError:  # the engine has ended meanwhile, and knows why in a moment
+            self._thread.join(JOIN_SECONDS)
+            raise EngineError(self._last_words or "the engine is closed", 503) from None
         except BaseException:  # Ctrl-C
             future.cancel()
             raise
