@@ -86,30 +86,15 @@ def assemble(
     log.info("memory:\n%s", memory_table(memory, config, weights))
     pools = make_pools(config, model, memory, backend)
     choice = _make_choice(config, own, backend, pools, ranks, matchers)
-    drafter = _make_drafter(
-        source,
-        DraftParts(
-            config=config,
-            backend=backend,
-            target=model,
-            table=pools.table,
-            kv_slots=memory.kv_slots,
-            state_slots=pools.states.feature.shape[0],
-            group=group,
-            load=load.of_drafter(),
-        ),
+    table, states = pools.table, pools.states.feature.shape[0]
+    parts = DraftParts(
+        config, backend, model, table, memory.kv_slots, states, group, load.of_drafter()
     )
+    drafter = _make_drafter(source, parts)
     agree_on_drafting(drafter, stages)
+    sampling = choice.chooser.state
     step = DecodeStep(
-        backend,
-        model,
-        pools.kv,
-        pools.table,
-        pools.scheme,
-        drafter,
-        choice.chooser.state,
-        choice,
-        adapters,
+        backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters
     )
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
     cohorts = _num_cohorts(step, ranks)

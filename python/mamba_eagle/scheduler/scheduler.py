@@ -18,35 +18,31 @@ from collections import deque
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import Failure, FinishReason, TreeShape, shown
+from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     AnchorMove,
     CacheUse,
     ChangeModel,
-    DecodeResult,
     DraftCopy,
     Generate,
     JournalPart,
     PauseMode,
     Plan,
-    PrefillResult,
     Release,
     RequestOutput,
     RunnerReady,
     StepResult,
-    StepTrace,
-    TokenLogprob,
 )
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.decode import DecodeManager
 from mamba_eagle.scheduler.pauses import Pauses
-from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
+from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.results import decode_problem, prefill_problem
-from mamba_eagle.scheduler.speculation import Choice, Outcome, shape_policy
+from mamba_eagle.scheduler.speculation import shape_policy
 from mamba_eagle.scheduler.stats import Stats
+from mamba_eagle.scheduler.step_results import StepResults
 from mamba_eagle.scheduler.trails import TrailKeeper
 
 log = logging.getLogger("mamba_eagle.scheduler")
@@ -83,6 +79,9 @@ class Scheduler:
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
+        self.results = StepResults(
+            runner, self.shape, self.policy, self.slots, self.prefill, self.stats, self._forget
+        )
         self.pauses = Pauses()
         self._live: dict[str, Request] = {}  # requests that have not ended
         self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
@@ -348,94 +347,9 @@ class Scheduler:
                 f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
-        self.stats.num_compiled = result.num_compiled
-        self.stats.step_seconds += result.seconds
-        prompt_tokens = sum(len(chunk.item.token_ids) for chunk in plan.chunks)
-        made = sum(len(walk.tokens) for walk in result.decode) / max(len(result.decode), 1)
-        self.prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens, made)
-        outputs = []
-        for chunk, prefilled in zip(plan.chunks, result.prefill):
-            outputs += self._take_prefill(chunk, prefilled)
-        outcomes = []
-        for item, walk in zip(plan.decodes, result.decode):
-            request, problem = item.request, self._settle(item, walk)
-            outcomes.append(Outcome(request.drafts, 0 if problem else len(walk.tokens)))
-            if request.finish is None:
-                if problem:
-                    outputs.append(self._fail(request, problem, walk.problem))
-                else:
-                    self._count_step(request, walk, plan.choice.shape)
-                    outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
-        if outcomes:
-            self._learn(plan.choice, outcomes, result)
+        outputs = self.results.take(plan, result)
         self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs
-
-    def _take_prefill(self, chunk: Chunk, result: PrefillResult) -> list[RequestOutput]:
-        """An output if the chunk was the prompt's last, or if its result cannot be."""
-        request, is_last = chunk.request, chunk.item.is_last
-        request.plans_in_flight -= 1
-        request.min_tokens_in_flight -= is_last
-        if request.finish is not None:
-            return []
-        if problem := prefill_problem(request, chunk.item, result, self.runner.vocab_size):
-            return [self._fail(request, problem, result.problem)]
-        request.input_logprobs += result.input_logprobs
-        if not is_last:
-            return []
-        request.embedding = result.embedding
-        if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
-            return [self._accept(request, [], [], None)]
-        logprobs = [result.logprob] if result.logprob is not None else []
-        return [self._accept(request, [result.token], logprobs, None)]
-
-    def _settle(self, item: DecodeItem, walk: DecodeResult) -> str:
-        """Books the nodes that a request accepted. Returns what is wrong with the result, if
-        anything: then it has accepted none."""
-        request, held, tree = item
-        request.plans_in_flight -= 1
-        request.min_tokens_in_flight -= 1
-        problem = decode_problem(request, walk, tree, self.runner.vocab_size)
-        self.slots.settle(held, tree, [] if problem else walk.nodes, walk.folded)
-        return problem
-
-    def _accept(
-        self,
-        request: Request,
-        tokens: list[int],
-        logprobs: list[TokenLogprob],
-        trace: StepTrace | None,
-    ) -> RequestOutput:
-        request.accept(tokens)
-        if request.finish is not None:
-            self._forget(request)
-        return request.output(tokens, logprobs, trace)
-
-    def _fail(self, request: Request, problem: str, in_grammar: str) -> RequestOutput:
-        """The runner's result cannot be: this request ends with an error of its own.
-
-        in_grammar: what its grammar has to do with it, such as a limit that only shows here."""
-        failure = Failure.INTERNAL
-        if in_grammar:
-            failure = Failure.REFUSED
-            if self.prefill.grammars is not None:
-                self.prefill.grammars.failed(request.sampling.grammar)
-        log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
-        return self._end(request, FinishReason("abort", message=problem, failure=failure))
-
-    def _learn(self, choice: Choice, outcomes: list[Outcome], result: StepResult) -> None:
-        # If the next plan arrived in time, the runner waited only for messages, which is a cost of
-        # every step. Longer pauses are not the step's.
-        waited = min(result.idle_seconds, result.decode_seconds)
-        self.policy.observe(choice, outcomes, result.decode_seconds + waited)
-
-    def _count_step(self, request: Request, walk: DecodeResult, shape: TreeShape) -> None:
-        self.stats.verify_steps += 1
-        self.stats.decode_tokens += len(walk.tokens)
-        if self.shape.nodes > 1:
-            request.verify_steps += 1
-            request.count_accepted(len(walk.tokens) - 1)
-            request.proposed_drafts += shape.depth
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 

@@ -56,7 +56,7 @@ def test_a_stop_token_of_the_wrong_type_is_named(start: Start, tmp_path: Path) -
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     server = start("--model-path", str(folder))
-    assert server.wait(PATIENCE) == 1
-    last = server.output.splitlines()[-1]
-    assert 'generation_config.json: eos_token_id = "</s>"' in last
-    assert "Traceback" not in server.output
+    assert server.wait(PATIENCE) == 2
+    wrong = 'generation_config.json: eos_token_id = "</s>"'
+    (named,) = (line for line in server.output.splitlines() if wrong in line)
+    assert named.startswith("error: ") and "Traceback" not in server.output

@@ -278,20 +278,15 @@ def tree_verify(
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
     tile, overlap = tile or value_tile(P), launches_overlap(state.device)
-    M = step.journal.shape[1]
+    M, nodes = step.journal.shape[1], (step.rows, step.ancestors, step.fold)
+    indices = (step.slots, step.state_slots, step.journal, step.journal_len, *nodes)
     _verify_kernel[(H * P // tile, b)](
         gates,
         convolved,
         *rows,
         state,
         y,
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
-        step.ancestors,
-        step.fold,
+        *indices,
         T,
         rows.u.shape[1],
         M,

@@ -493,9 +493,8 @@ def product(
     Returns: [n · (k + shared), out] of ``dtype``, or float8 by a scale that ``following`` has; rows
         of other ranks' experts are arbitrary.
     """
-    device = stack.weight.device
     (n, top_k), shared, place = pairs.routes.weights.shape, pairs.shared, pairs.place
-    count, rows, size = stack.weight.shape
+    (count, rows, size), device = stack.weight.shape, stack.weight.device
     gated, gather = act == SILU_GATE, act is not None
     out = rows // 2 if gated else rows
     tiles, total = triton.cdiv(out, config.rows), n * (top_k + shared)
