@@ -279,7 +279,7 @@ def test_flush_forgets_and_is_refused_while_busy():
     serving = server()
     serving.add("a", TRUNK, SHORT)
     serving.step()
-    with pytest.raises(RuntimeError, match="only while nothing runs"):
+    with pytest.raises(RuntimeError, match="only while no request holds slots"):
         serving.scheduler.flush()
     serving.finish()
     serving.scheduler.flush()
