@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_samples import HERMES, WEATHER
-from server_harness import Harness, run
+from server_harness import Harness, listening, run
 from test_server_anthropic import events_of, says
 from test_server_chat import chatting, ends, prompt_of
 from tiny_tokenizer import spell
@@ -124,6 +124,19 @@ def test_a_response_that_failed_is_not_kept() -> None:
                 await server.post(PATH, input="Hi", rid="r", stream=stream)
                 refused(await server.client.get(f"{PATH}/r"))
             assert len(server.engine.of(Generate)) == 2
+
+    run(test())
+
+
+def test_a_stream_is_kept_before_its_client_is_told_that_it_is_complete() -> None:
+    async def test() -> None:
+        async with chatting(ends("</think>abc")) as server, listening(server.app) as client:
+            body = {"input": "Hi", "rid": "r", "stream": True}
+            async with client.stream("POST", PATH, json=body) as reply:
+                async for line in reply.aiter_lines():
+                    if line == "event: response.completed":
+                        break
+                assert (await server.client.get(f"{PATH}/r")).status_code == 200
 
     run(test())
 
