@@ -183,6 +183,30 @@ def responses() -> None:
     assert isinstance(parsed.output_parsed, Sum)
 
 
+@check("responses that are kept: previous_response_id, retrieve, delete, NotFoundError")
+def kept_responses() -> None:
+    body: Any = {**GREEDY, "max_output_tokens": 60}
+    first = client.responses.create(**body, input=QUESTION)
+    follow: Any = {**body, "input": "And twice that?"}
+    second = client.responses.create(**follow, previous_response_id=first.id)
+    so_far = [{"role": "user", "content": QUESTION}, *first.output]
+    asked = [*so_far, {"role": "user", "content": follow["input"]}]
+    whole = client.responses.create(**{**body, "input": asked}, store=False)
+    equal(second.output_text, whole.output_text)
+    equal(second.usage.input_tokens, whole.usage.input_tokens)
+    equal(client.responses.retrieve(second.id), second)
+    with client.responses.stream(**follow, previous_response_id=second.id) as stream:
+        third = stream.get_final_response()
+    equal(client.responses.retrieve(third.id).output_text, third.output_text)
+    client.responses.delete(first.id)
+    for missing in (first, whole):
+        try:
+            client.responses.retrieve(missing.id)
+        except openai.NotFoundError:
+            continue
+        raise AssertionError(f"{missing.id} is still there")
+
+
 @check("unstreamed replies against openai's types, strictly")
 def strict_types() -> None:
     chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "temperature": 0}

@@ -35,6 +35,7 @@ from mamba_eagle.server.apis.anthropic import route as anthropic
 from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
+from mamba_eagle.server.apis.responses.kept import ResponseStore
 from mamba_eagle.server.apis.rollouts import memory, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
@@ -101,6 +102,7 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
+    app.state.responses = ResponseStore()
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
         *(tokens, cache, control, profile, adapters, pauses, weights, memory),

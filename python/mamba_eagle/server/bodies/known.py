@@ -105,13 +105,11 @@ CHAT = {
 }
 # Wishes that only models trained for them follow; outputs that are predicted come no faster here.
 CHAT_HARMLESS = frozenset("prediction store verbosity".split())
-STATELESS = "this server keeps no state between requests: send the whole conversation as input"
 RESPONSES = {
-    "previous_response_id": STATELESS,
-    "conversation": STATELESS,
+    "conversation": "this server keeps responses, and no conversations: send previous_response_id, "
+    "or the whole conversation as input",
     "prompt": "this server keeps no prompts: send instructions and input",
-    "background": "this server keeps no responses to be fetched later: leave it out",
-    "store": "this server keeps no responses: leave it out, or send false",
+    "background": "a response ends when its client leaves: leave it out",
     "top_logprobs": "logprobs are not available here: use /v1/chat/completions",
     "image": TEXT_ONLY,
     "moderation": NOT_HERE,

@@ -13,6 +13,7 @@ from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.errors import RequestError
 
 KEY_VARIABLE = "MAMBA_EAGLE_API_KEY"
+KEY_IN_SCOPE = "mamba_eagle.key"
 NEEDED = (
     "the server was started with an API key (--api-key): send it as 'Authorization: Bearer KEY' "
     "or 'x-api-key: KEY'"
@@ -51,6 +52,11 @@ def _keys_in(path: str) -> list[str]:
     return keys
 
 
+def key_of(request: Request) -> str:
+    """The key that let the request in; "" on a server without keys, and for what is open."""
+    return request.scope.get(KEY_IN_SCOPE) or ""
+
+
 class KeyAuth:
     """Lets through what carries a key, and what is open. Plain ASGI: streams pass untouched."""
 
@@ -63,8 +69,10 @@ class KeyAuth:
         open_to_all = scope["type"] != "http" or scope["path"] in self.open_paths
         answer: ASGIApp = self.app
         try:
-            if not open_to_all and not carries_key(scope, self.keys):
-                answer = RequestError(NEEDED, 401).response()
+            if not open_to_all:
+                scope[KEY_IN_SCOPE] = carried_key(scope, self.keys)
+                if scope[KEY_IN_SCOPE] is None:
+                    answer = RequestError(NEEDED, 401).response()
         except RequestError as error:
             answer = error.response()
         await answer(scope, receive, send)
@@ -85,7 +93,7 @@ def need_admin(request: Request, config: ServerConfig, what: str, by_default: bo
             "one was not",
             403,
         )
-    if not carries_key(request.scope, [key]):
+    if carried_key(request.scope, [key]) is None:
         raise RequestError(
             f"{what}: takes the admin key (--admin-api-key): send it as 'Authorization: Bearer "
             "KEY' or 'x-api-key: KEY'",
@@ -93,8 +101,8 @@ def need_admin(request: Request, config: ServerConfig, what: str, by_default: bo
         )
 
 
-def carries_key(scope: Scope, keys: Collection[str]) -> bool:
-    """Whether an HTTP request carries one of ``keys``.
+def carried_key(scope: Scope, keys: Collection[str]) -> str | None:
+    """The first of ``keys`` that an HTTP request carries.
 
     Raises: RequestError if a header for a key comes twice: proxies take the first or the last.
     """
@@ -110,11 +118,11 @@ def carries_key(scope: Scope, keys: Collection[str]) -> bool:
     if scheme.lower() == b"bearer":
         given.append(token.strip())
     # Clients differ in how they send letters beyond ASCII.
-    encoded = {key.encode() for key in keys}
-    encoded |= {key.encode("latin-1") for key in keys if _is_latin(key)}
+    encoded = [(key, key.encode()) for key in keys]
+    encoded += [(key, key.encode("latin-1")) for key in keys if _is_latin(key)]
     # Every key is compared with in full: the time taken tells nothing about them.
-    matches = [hmac.compare_digest(one, key) for one in given for key in encoded]
-    return any(matches)
+    matches = [(key, hmac.compare_digest(one, sent)) for key, sent in encoded for one in given]
+    return next((key for key, is_same in matches if is_same), None)
 
 
 def _is_latin(key: str) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
 
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
@@ -21,6 +23,7 @@ from mamba_eagle.server.apis.openai.translation import (
     needed,
     text_only,
 )
+from mamba_eagle.server.apis.responses.kept import Shelf
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
 from mamba_eagle.server.bodies.model import (
@@ -39,7 +42,14 @@ from mamba_eagle.server.state import ServerState
 
 TEXTS = ("input_text", "output_text", "text")
 REASONING_TEXT = ("reasoning_text", "summary_text", "text")
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+# What is read of each kind of item, and kept.
+ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+ITEM_TEXTS = ("content", "summary", "output")
 ROLES = ("user", "assistant", "system", "developer")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 LOGPROBS = "message.output_text.logprobs"
@@ -120,12 +130,14 @@ NAMES = kinds.texts("names", 8 * MAX_TOOLS)
 
 
 class ResponseBody(OtherChat):
-    """A conversation, and how to answer it; nothing is kept."""
+    """A conversation, and how to answer it."""
 
     input: Annotated[Any, INPUT] = needs(
         "a text, or items: messages, calls, their outputs, reasoning"
     )
-    instructions: Text = says("come first, as a system message", "")
+    instructions: Text = says("come first, as a system message; of this response alone", "")
+    previous_response_id: Text | None = says("of a kept response, whose conversation goes on")
+    store: Flag = says("whether the response is kept, for follow-ups and to be fetched", True)
     max_output_tokens: MaxTokens | None = says(LONGEST)
     metadata: Annotated[dict[str, str], METADATA] = says("repeated", {})
     reasoning: Reasoning = says("how much to reason", Reasoning())
@@ -144,14 +156,16 @@ class ResponseBody(OtherChat):
 
 @dataclass(kw_only=True)
 class ResponseJob:
-    """``echo``: the fields of the request that the reply repeats."""
+    """``echo``: the fields of the request that the reply repeats. ``conversation``: the items
+    before the reply, as JSON; None: nothing is kept."""
 
     chat: ChatJob
     echo: dict[str, Any]
+    conversation: bytes | None
 
 
-def parse_response(values: dict[str, Any], state: ServerState) -> ResponseJob:
-    """Raises: RequestError 400"""
+def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> ResponseJob:
+    """Raises: RequestError 400, and 404 if the response that it continues is not on the shelf"""
     state.prompts.need_tokenizer("/v1/responses")
     body = read(ResponseBody, values)
     if LOGPROBS in body.include:
@@ -161,7 +175,7 @@ def parse_response(values: dict[str, Any], state: ServerState) -> ResponseJob:
     chat.values.setdefault("rid", f"resp_{uuid.uuid4().hex}")
     chat.put("max_tokens", body.max_output_tokens, "max_output_tokens")
     chat.put("parallel_tool_calls", body.parallel_tool_calls, "parallel_tool_calls")
-    _Input(chat).read(body)
+    items = _Input(chat).read(body, shelf)
     tools = _add_tools(chat, body.tools or [])
     _add_tool_choice(chat, body.tool_choice)
     chat.put("reasoning_effort", body.reasoning.effort, "reasoning.effort")
@@ -175,14 +189,17 @@ def parse_response(values: dict[str, Any], state: ServerState) -> ResponseJob:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id or None,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "store": body.store,
         "temperature": float(sampling.temperature),
         "text": {"format": form},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools,
         "top_p": float(sampling.top_p),
     }
-    return ResponseJob(chat=job, echo=echo)
+    conversation = msgspec.json.encode(items) if body.store else None
+    return ResponseJob(chat=job, echo=echo, conversation=conversation)
 
 
 # ── input ────────────────────────────────────────────────────────────────────────────────────
@@ -201,35 +218,38 @@ class _Input:
         self._answer: dict[str, Any] = {}
         self._answer_from = ""
 
-    def read(self, body: ResponseBody) -> None:
-        """Raises: RequestError 400"""
+    def read(self, body: ResponseBody, shelf: Shelf) -> list[dict[str, Any]]:
+        """All items, as they are kept.
+
+        Raises: RequestError 400 or 404
+        """
         if body.instructions:
             self._system.append(body.instructions)
-        if isinstance(body.input, str):
-            self._say("user", body.input, "input")
-            return
-        for i, entry in enumerate(body.input):
-            self._take(read(Item, entry, f"input[{i}]"), f"input[{i}]")
+        kept = []
+        for own, entry in _entries(body, shelf):
+            item = _with_texts(read(Item, entry, own), own)
+            self._take(item, own)
+            read_of_it = {name: getattr(item, name) for name in ITEMS[item.type]}
+            kept.append({"type": item.type, **read_of_it})
         self._flush()
+        return kept
 
     def _take(self, item: Item, own: str) -> None:
-        check_kind(item.type, own, ITEMS)
         if item.type == "message":
             if item.role not in ROLES:
                 remedy = f"must be one of {', '.join(ROLES)}"
                 raise RequestError.about(f"{own}.role", item.role, remedy)
-            self._say(item.role, text_only(item.content, f"{own}.content", TEXTS), own)
+            self._say(item.role, item.content, own)
         elif item.type == "function_call":
             self._part_of_answer(own).setdefault("tool_calls", []).append(_call(item, own))
         elif item.type == "function_call_output":
             self._flush()
             remedy = "must be the id of the call that this answers"
             call_id = needed(item.call_id, f"{own}.call_id", remedy)
-            output = text_only(item.output, f"{own}.output", TEXTS)
-            result = {"role": "tool", "tool_call_id": call_id, "content": output}
+            result = {"role": "tool", "tool_call_id": call_id, "content": item.output}
             self.chat.add_message(result, own)
         else:
-            self._think(item, own)
+            self._think(item.content or item.summary, own)
 
     def _say(self, role: str, text: str, own: str) -> None:
         if role == "assistant":
@@ -245,10 +265,8 @@ class _Input:
         self._flush()
         self.chat.add_message({"role": role, "content": text}, own)
 
-    def _think(self, item: Item, own: str) -> None:
+    def _think(self, text: str, own: str) -> None:
         """The text of reasoning; what only OpenAI could decrypt is left out."""
-        name = "content" if item.content else "summary"
-        text = text_only(getattr(item, name), f"{own}.{name}", REASONING_TEXT)
         if not text:
             return
         if self._answer.get("content") or "tool_calls" in self._answer:
@@ -271,6 +289,29 @@ class _Input:
         if self._answer:
             answer, self._answer = self._answer, {}
             self.chat.add_message(answer, self._answer_from)
+
+
+def _entries(body: ResponseBody, shelf: Shelf) -> Iterator[tuple[str, Any]]:
+    """Items, each with the path of the field that it comes from. Raises: RequestError 404"""
+    if body.previous_response_id:
+        name = "previous_response_id"
+        for entry in shelf.find(body.previous_response_id, name).items():
+            yield name, entry
+    if isinstance(body.input, str):
+        yield "input", {"role": "user", "content": body.input}
+        return
+    for i, entry in enumerate(body.input):
+        yield f"input[{i}]", entry
+
+
+def _with_texts(item: Item, own: str) -> Item:
+    """In place of parts. Raises: RequestError 400"""
+    check_kind(item.type, own, tuple(ITEMS))
+    types = REASONING_TEXT if item.type == "reasoning" else TEXTS
+    for name in ITEM_TEXTS:
+        if name in ITEMS[item.type]:
+            setattr(item, name, text_only(getattr(item, name), f"{own}.{name}", types))
+    return item
 
 
 def _call(item: Item, own: str) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from mamba_eagle.chat.family import CALLS, CONTENT, REASONING
 from mamba_eagle.server.apis.openai.parts import (
@@ -21,11 +23,20 @@ PREFIXES = {CALLS: "fc", REASONING: "rs", CONTENT: "msg"}
 
 
 class ResponsesReply(PartReply):
-    """id, model: those of the reply; echo: what it repeats of the request."""
+    """id, model: those of the reply; echo: what it repeats of the request; keep: called with the
+    whole reply as JSON, once, before its client can ask for it."""
 
     counts_reasoning = True
 
-    def __init__(self, id: str, model: str, created: int, echo: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        echo: dict[str, Any],
+        keep: Callable[[bytes], None],
+    ) -> None:
+        self._keep = keep
         self._head = {
             "id": id,
             "object": "response",
@@ -33,20 +44,20 @@ class ResponsesReply(PartReply):
             "model": model,
             **echo,
             "background": False,
-            "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
         }
         self._sent = 0  # events
 
     def whole(self, written: Written) -> dict[str, Any]:
         is_cut = written.finish is not None and written.finish.kind == "length"
-        return self._response(
+        whole = self._response(
             "incomplete" if is_cut else "completed",
             [_item(part) for part in written.parts],
             usage=_usage(written),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         )
+        self._keep(msgspec.json.encode(whole))
+        return whole
 
     def begin(self, written: Written) -> Iterator[Event]:
         for name in ("created", "in_progress"):
