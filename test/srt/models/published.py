@@ -15,6 +15,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 BLOCK = 32  # rows and columns that share a scale
 GROUP = 16  # columns of a group of four bits
+FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # E2M1, without the sign
 
 
 class Form(NamedTuple):
@@ -98,11 +99,17 @@ def nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     whole = weight.abs().max() / (6 * 448)
     groups = weight.unflatten(1, (-1, 16))
     scale = (groups.abs().amax(-1) / 6 / whole).to(E4M3)
-    floats = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     number = groups / (scale.float() * whole).clamp(min=1e-20)[..., None]
-    codes = (number.abs()[..., None] - floats).abs().argmin(-1) + 8 * (number < 0)
+    codes = (number.abs()[..., None] - FLOATS).abs().argmin(-1) + 8 * (number < 0)
     codes = codes.flatten(1).to(torch.uint8)
     return codes[:, 0::2] | codes[:, 1::2] << 4, scale, whole
+
+
+def dequantized_nvfp4(stored: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
+    """The weights [out, in] that nvfp4's bytes and scales stand for."""
+    codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(1).long()
+    numbers = FLOATS[codes & 7] * (1 - 2 * (codes >> 3))
+    return (numbers.unflatten(1, (-1, 16)) * (scale.float() * whole)[..., None]).flatten(1)
 
 
 def modelopt_nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
@@ -166,11 +173,11 @@ def is_matrix(name: str, value: Tensor, form: str) -> bool:
     return is_weight and fits and not any(part in name for part in others)
 
 
-def write_published(folder: Path, family: str, form: str) -> dict[str, Tensor]:
-    """A random model of the family with its matrices in this form. Returns what they were before,
-    by module."""
+def write_published(folder: Path, family: str, form: str, **changes: Any) -> dict[str, Tensor]:
+    """A random model of the family, with ``changes`` of its config and its matrices in this form.
+    Returns what they were before, by module."""
     torch.manual_seed(0)
-    make_peer(family).save_pretrained(folder)
+    make_peer(family, **changes).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     stored, modules = {}, {}
     for name, value in weights.items():

@@ -12,9 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peer_models import VOCAB, make_peer
-from published import BLOCK, FORMS, GROUP, static_scale, write_published
+from published import (
+    BLOCK,
+    FORMS,
+    GROUP,
+    dequantized_nvfp4,
+    static_scale,
+    write_published,
+)
 from runner_harness import Engine, Settings, greedy
-from test_loading import TOKENS, logits
+from safetensors.torch import load_file, save_file
+from test_loading import TOKENS, edit, logits
 from test_parity import write_head
 from tiny_model import load_model
 from torch import Tensor
@@ -25,6 +33,7 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.moe import Experts
 from mamba_eagle.layers.weights import matrix_layers, weight_bytes
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.loader import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,11 +212,36 @@ def test_four_bits_are_read_as_published(form: str, tmp_path: Path) -> None:
         assert off.max() > 0
 
 
+PACKED = {  # sizes of which four-bit groups are whole
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5-moe"])
+def test_nvfp4_experts_and_delta_layers_have_the_logits_of_their_dequantized_weights(
+    family: str, tmp_path: Path
+) -> None:
+    modules = write_published(tmp_path, family, "modelopt-nvfp4", **PACKED)
+    assert sum(".experts." in name for name in modules) >= 3 * 3 * 8
+    assert sum("linear_attn.in_proj_qkv" in name for name in modules) == 3
+    found = logits(load_model(tmp_path))
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    for name in modules:
+        parts = ("weight", "weight_scale", "weight_scale_2")
+        weight, scale, whole = (stored.pop(f"{name}.{part}") for part in parts)
+        del stored[f"{name}.input_scale"]
+        stored[f"{name}.weight"] = dequantized_nvfp4(weight, scale, whole)
+    save_file(stored, path)
+    edit(tmp_path, quantization_config=None)
+    expected = logits(load_model(tmp_path))
+    assert expected.std() > 0.5
+    assert (found - expected).abs().max() < 1e-4
+
+
 def test_desc_act_and_missing_parts_are_refused_by_name(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from mamba_eagle.models.loader import CheckpointError
-
     first, second, *_ = write_published(tmp_path, "nemotron-h", "gptq")
     path = tmp_path / "model.safetensors"
     stored = load_file(path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits
 from safetensors.torch import load_file, save_file
 from tiny_model import load_model
@@ -108,6 +109,30 @@ def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None
             weights[name.replace("layers.1.", "layers.4.")] = weights[name].clone()
     save_file(weights, folder / "model.safetensors")
     assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_of_a_multimodal_checkpoint_the_text_part_is_read(name: str, tmp_path: Path) -> None:
+    """As transformers writes one: its sizes in text_config, its tensors under a prefix, those of
+    the vision part beside them."""
+    prefix = PEERS[name][0]
+    text = make_peer(name)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 4}
+    kind = getattr(transformers, f"{prefix}Config")
+    config = kind(text_config=text.config.to_dict(), vision_config=vision)
+    whole = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    parts = ("model.language_model.", "model.visual.", "lm_head.")
+    assert {part for name in stored for part in parts if name.startswith(part)} == set(parts)
+    found = logits(load_model(tmp_path))
+    assert (found - peer_logits(text, TOKENS)).abs().max() <= 2e-4
+    save_file({**stored, "model.audio.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.audio.weight"):
+        load_model(tmp_path)
 
 
 def test_frequencies_that_older_checkpoints_have_are_left_out(tmp_path: Path) -> None:

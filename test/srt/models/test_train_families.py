@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peer_models import PEERS, VOCAB, make_peer
 from safetensors.torch import load_file
 
-from mamba_eagle.bench.batch import BatchEngine, greedy
+from mamba_eagle.bench.batch import BatchEngine, Generation, greedy
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
@@ -55,26 +56,57 @@ def algorithm(request: pytest.FixtureRequest, target: Path) -> str:
 
 def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Path) -> None:
     """Answers, one step, a folder that drafts: the text is the target's."""
-    flags = ["--target", str(target), "--data", str(target / "data.jsonl"), "--device", "cpu"]
-    flags += ["--output", str(tmp_path), "--algorithm", algorithm, "--depth", str(DEPTH)]
-    flags += ["--held-out", "2", "--max-new-tokens", "12", "--steps", "1", *FLAGS[algorithm]]
-    assert command.main(flags) == 0
+    train(algorithm, target, tmp_path, steps=1)
     assert all(t.isfinite().all() for t in load_file(tmp_path / "model.safetensors").values())
+    answers = read_answers(tmp_path)[:1]
+    made = served(algorithm, target, tmp_path, answers)
+    assert made.tokens == [answers[0]["answer"]]
+
+
+def train(algorithm: str, target: Path, folder: Path, steps: int) -> None:
+    flags = ["--target", str(target), "--data", str(target / "data.jsonl"), "--device", "cpu"]
+    flags += ["--output", str(folder), "--algorithm", algorithm, "--depth", str(DEPTH)]
+    flags += ["--held-out", "2", "--max-new-tokens", "12", "--steps", str(steps), *FLAGS[algorithm]]
+    assert command.main(flags) == 0
+
+
+def read_answers(folder: Path) -> list[dict[str, list[int]]]:
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def served(
+    algorithm: str, target: Path, folder: Path, answers: list[dict[str, list[int]]], **shape: Any
+) -> Generation:
+    """The answers' prompts, with this head."""
     config = resolve(
         EngineConfig(
             model_path=str(target),
             device="cpu",
             speculative_algorithm=algorithm.upper(),
-            speculative_draft_model_path=str(tmp_path),
+            speculative_draft_model_path=str(folder),
             speculative_num_steps=DEPTH,
-            max_running_requests=2,
+            max_running_requests=len(answers),
             max_total_tokens=300,
+            **shape,
         )
     )
-    answer = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
+    prompts = [answer["prompt"] for answer in answers]
     driver = BatchEngine(config, assemble(config))
-    made = driver.generate([answer["prompt"]], greedy(len(answer["answer"])))
-    assert made.tokens == [answer["answer"]]
+    return driver.generate(prompts, greedy(len(answers[0]["answer"])))
+
+
+@pytest.mark.parametrize("target", ["qwen3.5"], indirect=True)
+def test_what_a_head_has_learnt_is_accepted_from_a_delta_rule(
+    algorithm: str, target: Path, tmp_path: Path
+) -> None:
+    """Of chains and trees, and the texts are those without drafts."""
+    train(algorithm, target, tmp_path, steps=10)
+    answers = read_answers(tmp_path)
+    for topk, nodes, mode in ((1, 4, "deferred"), (3, 8, "snapshot")):
+        shape = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+        made = served(algorithm, target, tmp_path, answers, mamba_verify_mode=mode, **shape)
+        assert made.tokens == [answer["answer"] for answer in answers]
+        assert made.accept_length > 1.2
 
 
 def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from cache_rig import Sequential, Served
-from runner_harness import SETTINGS, Engine, Settings, random_prompt, sampled
+from runner_harness import SETTINGS, Engine, Settings, greedy, random_prompt, sampled
 from tensor_checks import torch_path
 from tiny_drafters import DRAFTERS
-from tiny_model import write_head
+from tiny_model import write_delta_model, write_head
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.message import JournalPart, Plan
@@ -77,6 +77,34 @@ def test_text_and_drafts_are_those_without_a_cache(model: Path, head: Path, name
     cached = Sequential(settings, model, head)
     plain = Sequential(settings, model, head, disable_radix_cache=True)
     check_cuts(cached, plain)
+
+
+@pytest.mark.parametrize("name, within", [("tree", 1e-6), ("tree-snapshot", 3e-6)])
+def test_a_delta_rule_leaves_the_texts_drafts_and_states_of_plain_runs(
+    tmp_path: Path, name: str, within: float
+) -> None:
+    """Two prompts that begin alike, and the first again; then states after many steps, whose
+    inputs other kernels make with snapshots than in prompts."""
+    settings, model = SETTINGS[name], write_delta_model(tmp_path / "model")
+    head = write_head(tmp_path / "head", model)
+    cached = Sequential(settings, model, head)
+    plain = Sequential(settings, model, head, disable_radix_cache=True)
+    first = random_prompt(110, seed=6)
+    second = [*first[:70], *random_prompt(60, seed=7)]
+    for prompt, hit in ((first, 0), (second, 70), (first, 109)):
+        served = cached.serve(prompt, sampled(24, 3))
+        assert served == plain.serve(prompt, sampled(24, 3))
+        assert served.cached == hit
+    engine = Engine(model, head, settings)
+    live = engine.start(first, sampled(90, 3))
+    engine.finish([live])
+    kept = engine.release(live, live.processed)
+    assert kept is not None
+    prefilled = engine.start(kept.tokens, greedy(1)).state_slot
+    pool = engine.runner.pool
+    for part in (*pool.ssm, *pool.conv):  # layer by layer
+        found, wanted = part[kept.state_slot], part[prefilled]
+        assert (found - wanted).norm() <= within * wanted.norm()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

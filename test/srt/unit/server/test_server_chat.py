@@ -19,6 +19,7 @@ from mamba_eagle.message import Generate
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi"}
+LONG = {"type": "text", "text": "Hi " * 200}
 # What the families' templates have in common, as far as these tests go.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -295,9 +296,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, ["messages[0].tool_calls", "list"]),
     ({"messages": [{"role": "tool", "content": "x"}]}, ["messages[0].tool_call_id = null"]),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        ["messages[0].content", "text only"],
+        {"messages": [{"role": "user", "content": [LONG, {"type": "image_url"}]}]},
+        ["messages[0].content", 'a part of type "image_url"', "text only"],
     ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ["parts of type text"]),
     ({"messages": [USER] * 5000}, ["messages: 5000 messages", "4096"]),
     ({"messages": [{"role": "user", "content": "word " * 4}] * 1000}, ["messages", "fit"]),
     ({"chat_template_kwargs": {"messages": []}}, ["chat_template_kwargs.messages", "argument"]),

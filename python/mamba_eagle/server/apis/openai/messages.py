@@ -20,14 +20,16 @@ def _content(value: Any) -> str | None:
 
 
 def _text_part(part: Any) -> str | None:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return kinds.as_text(part.get("text")) if is_text else None
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"has a part of type {shown(kind)}, and this model reads text only")
+    return kinds.as_text(part.get("text")) if kind == "text" else None
 
 
 PART = {"type": "object", "properties": {"type": kinds.STRING, "text": kinds.STRING}}
 CONTENT = kinds.Kind(
     _content,
-    "must be a string or parts of type text: this model reads text only",
+    "must be a string or parts of type text",
     kinds.any_of(kinds.STRING, kinds.list_of(PART)),
 )
 ROLE = kinds.Kind(
