@@ -84,7 +84,7 @@ class Body(BaseModel):
     def _refuse_unknown(cls, values: dict[str, Any]) -> None:
         known_ones = cls.FIELDS | cls.HARMLESS | cls.REFUSED.keys()
         for name in values:
-            if name not in known_ones and values[name] is not None:
+            if name not in known_ones and not _asks_for_nothing(values[name]):
                 # a name may be as long as the body, and no valid text
                 short = name[:64].encode("ascii", "backslashreplace").decode()
                 near = get_close_matches(short, cls.FIELDS, 1)
@@ -95,6 +95,11 @@ class Body(BaseModel):
                     f"is not a field here: {mean}leave it out, or start the "
                     "server with --allow-unknown-fields",
                 )
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    """As gateways fill in the fields that they know; a zero may be meant."""
+    return value is None or value is False or value in ("", [], {})
 
 
 class Content(Body):

@@ -59,6 +59,7 @@ class GenerateBody(Served):
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
+    HARMLESS = frozenset(("model",))  # gateways add "unknown"; lora_path chooses here
     REFUSED = {
         **known.SAMPLING,
         **dict.fromkeys((*NAMES, *GenerateSampling.FIELDS), known.MISPLACED),
