@@ -78,11 +78,13 @@ class FewBitRooms(Rooms):
         policy: Policy,
         supported: Callable[[Matrix, torch.device], bool],
         free: int | None = None,
+        on_host: bool = True,
     ) -> None:
         """supported: whether products of the device read a matrix as it is. free: bytes of the
         device's memory that may be taken; None: whatever there is."""
         super().__init__(model, device)
         self.policy, self.supported, self.free = policy, supported, free
+        self.on_host = on_host
         self.embeddings = {
             f"{name}.weight": layer
             for name, layer in model.named_modules()
@@ -106,8 +108,7 @@ class FewBitRooms(Rooms):
         if self.free is None:
             return
         policy = self.policy if self.rounds else Policy()
-        on_host = self.device.type == "cpu"
-        refuse_too_large(self.model, path, policy, stored, self.free, on_host)
+        refuse_too_large(self.model, path, policy, stored, self.free, self.on_host)
 
     def of_few_bits(self) -> None:
         self.rounds = False

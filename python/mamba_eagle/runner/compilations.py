@@ -10,8 +10,23 @@ import logging
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 log = logging.getLogger("mamba_eagle.runner")
+
+
+class _TritonListener:
+    """Triton has room for one: it tells all that listen, and who listened before."""
+
+    def __init__(self, before: Callable[..., None] | None) -> None:
+        self.before = before
+        self.live: WeakSet[Compilations] = WeakSet()
+
+    def __call__(self, *, src: Any, cache_hit: bool, **others: Any) -> None:
+        for each in list(self.live):
+            each.compiled(src.name, "loaded" if cache_hit else "compiled")
+        if self.before is not None:
+            self.before(src=src, cache_hit=cache_hit, **others)
 
 
 class Compilations:
@@ -34,27 +49,24 @@ class Compilations:
         while self._stop:
             self._stop.pop()()
 
-    def _compiled(self, name: str, what: str) -> None:
+    def compiled(self, name: str, what: str) -> None:
+        """A compiler has begun, or its cache was read."""
         self.names.append(name)
         log.warning("kernel %s was %s while serving: requests waited for it", name, what)
 
     def _listen_to_triton(self) -> None:
         from triton import knobs
 
-        before = knobs.compilation.listener
-
-        def listener(*, src: Any, cache_hit: bool, **others: Any) -> None:
-            self._compiled(src.name, "loaded" if cache_hit else "compiled")
-            if before is not None:
-                before(src=src, cache_hit=cache_hit, **others)
-
-        knobs.compilation.listener = listener
-        self._stop.append(lambda: setattr(knobs.compilation, "listener", before))
+        listener = knobs.compilation.listener
+        if not isinstance(listener, _TritonListener):
+            knobs.compilation.listener = listener = _TritonListener(listener)
+        listener.live.add(self)
+        self._stop.append(lambda: listener.live.discard(self))
 
     def _listen_to_numba(self) -> None:
         from numba.core import event
 
-        compiled = self._compiled
+        compiled = self.compiled
 
         class Listener(event.Listener):
             def on_start(self, event: Any) -> None:

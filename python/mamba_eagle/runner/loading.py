@@ -108,7 +108,9 @@ class Loader:
         free = backend.place.memory().free
         if backend.place.on_host:  # which all ranks of a node share
             free //= config.ranks_per_node
-        rooms = FewBitRooms(model, backend.device, self.policy, ops.keeps, free)
+        rooms = FewBitRooms(
+            model, backend.device, self.policy, ops.keeps, free, backend.place.on_host
+        )
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:

@@ -20,8 +20,8 @@ def _content(value: Any) -> str | None:
 
 
 def _text_part(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
+    kind = kinds.as_text(part.get("type")) if isinstance(part, dict) else None
+    if kind is not None and kind != "text":
         raise ValueError(f"has a part of type {shown(kind)}, and this model reads text only")
     return kinds.as_text(part.get("text")) if kind == "text" else None
 
