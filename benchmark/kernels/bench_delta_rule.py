@@ -17,11 +17,14 @@ from functools import partial
 import torch
 
 from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, graph_us
-from mamba_eagle.kernels.delta_rule.triton import DeltaRows, fold_journals, tree_verify
+from mamba_eagle.kernels.delta_rule.rows import DeltaRows
+from mamba_eagle.kernels.delta_rule.triton import Config, tree_verify
+from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.layers.delta_rule import L2_EPS
 
 GEOMETRIES = {"27B": Sizes(48, 128, 16, 128), "35B-A3B": Sizes(32, 128, 16, 128)}
+SWEEP = [Config(*each) for each in ((16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))]
 NODES, BATCHES, JOURNAL = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32), 16
 
 
@@ -67,7 +70,7 @@ class Inputs:
         row = sum(part[0, 0, 0].nbytes for part in self.rows)
         return self.state_bytes + self.batch * (JOURNAL + self.nodes) * row
 
-    def verify(self, tile: int | None) -> list[Launch]:
+    def verify(self, config: Config | None) -> list[Launch]:
         shared = (self.gates, self.convolved)
         return [
             partial(
@@ -78,7 +81,7 @@ class Inputs:
                 self.step,
                 self.sizes,
                 L2_EPS,
-                tile,
+                config,
             )
             for i, state in enumerate(self.state)
         ]
@@ -98,7 +101,7 @@ def rows_of(rows: DeltaRows, layer: int) -> DeltaRows:
     return DeltaRows(*(part[layer] for part in rows))
 
 
-def report(output: str | None, tiles: list[int | None]) -> None:
+def report(output: str | None, configs: list[Config | None]) -> None:
     found = Report(output)
     cases = itertools.product(GEOMETRIES, (False, True), NODES, BATCHES)
     for geometry, channels, nodes, batch in cases:
@@ -106,13 +109,15 @@ def report(output: str | None, tiles: list[int | None]) -> None:
         states_us = graph_us(inputs.states_of_nodes())
         kind = "channel" if channels else "head"
         fields = {"geometry": geometry, "decay": kind, "nodes": nodes, "batch": batch}
-        for tile in tiles:
-            us = graph_us(inputs.verify(tile))
-            label = f"{geometry} {kind} {nodes} nodes {batch}" + (f" /{tile}" if tile else "")
+        for config in configs:
+            us = graph_us(inputs.verify(config))
+            label = f"{geometry} {kind} {nodes} nodes {batch}" + (
+                f" /{config.tile}, {config.warps}" if config else ""
+            )
             note = f"a state per node: {states_us / us:.1f} times"
             goal = round(states_us / 5, 1)
             name = "kernel_delta_verify_us"
-            found.add(label, name, us, inputs.num_bytes, goal, note, **fields, tile=tile)
+            found.add(label, name, us, inputs.num_bytes, goal, note, **fields, config=config)
         if nodes == 1:
             layers = len(inputs.state)
             us = graph_us(inputs.fold()) / layers
@@ -126,9 +131,9 @@ def report(output: str | None, tiles: list[int | None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="append JSON lines to this file")
-    parser.add_argument("--sweep", action="store_true", help="tiles of 16, 32, 64 and 128 values")
+    parser.add_argument("--sweep", action="store_true", help="other ways to divide the work")
     args = parser.parse_args()
-    report(args.output, [16, 32, 64, 128] if args.sweep else [None])
+    report(args.output, SWEEP if args.sweep else [None])
 
 
 if __name__ == "__main__":

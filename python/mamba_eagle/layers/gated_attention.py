@@ -40,4 +40,4 @@ class GatedAttention(RotaryAttention):
         q, gate = both[:, ::2].contiguous(), both[:, 1::2]
         q, k = self.place(q, k, ctx)
         seen = ctx.attention(self, q, k, v)
-        return self.o_proj((seen * self._ops.sigmoid(gate)).flatten(1))
+        return self.o_proj(self._ops.gate_by_sigmoid(seen, gate).flatten(1))

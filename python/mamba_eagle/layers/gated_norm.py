@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.layer import Layer, Total
-from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.norm import GatedGroupRMSNorm, Norm, RMSNorm
 from mamba_eagle.model_config import Mamba2Config, NormGroups
 
 
@@ -28,21 +28,15 @@ class NormThenGate(RMSNorm):
         return (self.weight.float() * normed * F.silu(gate.float())).to(gate.dtype)
 
 
-class HeadNormThenGate(Layer):
+class HeadNormThenGate(Norm):
     """``weight * rmsnorm(y) * silu(gate)`` of each head, all with the same weight [P], as in gated
     DeltaNet. y, gate [n, heads * P]."""
 
-    def __init__(self, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
-        self.eps = eps
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
-
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        return self._ops.head_norm_then_gate(y, gate, self.weight, self.eps)
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor | Rounded:
+        given = (y, gate, self.weight, self.eps)
+        if self.rounding is None:
+            return self._ops.head_norm_then_gate(*given)
+        return self._ops.rounded_head_norm_then_gate(*given, self.rounding)
 
 
 class SharedGroupsNorm(Layer):

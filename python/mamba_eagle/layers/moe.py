@@ -294,9 +294,14 @@ class GatedSharedMoE(Layer):
             self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        share = self._ops.sigmoid(self.shared_expert_gate(hidden))
-        shared = share * self.shared_expert(hidden)
-        return self.experts(hidden, self.gate(hidden)) + shared
+        routes = self.gate(hidden)
+        if self.experts.fused is not None:
+            return self.experts.fused(hidden, routes, lambda: self._shared(hidden))
+        return self.experts(hidden, routes) + self._shared(hidden)
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        share = self.shared_expert_gate(hidden)
+        return self._ops.gate_by_sigmoid(self.shared_expert(hidden), share)
 
 
 class GatedMoE(Layer):

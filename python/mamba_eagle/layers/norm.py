@@ -10,7 +10,7 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import TORCH, LayerOps, Normed
 
 
-class _Norm(Layer):
+class Norm(Layer):
     """A norm with a weight [size]. With ``rounding``, its output is float8 for the products that
     read it."""
 
@@ -25,7 +25,7 @@ class _Norm(Layer):
         self._ops = ops
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
     def after(self, stream: Tensor, added: Tensor) -> Normed:
@@ -51,7 +51,7 @@ def keep_exact(model: nn.Module) -> None:
             module.weight = nn.Parameter(module.weight.detach().float())
 
 
-class GatedGroupRMSNorm(_Norm):
+class GatedGroupRMSNorm(Norm):
     """``weight * rmsnorm_group(y * silu(gate))``: gate first, then a norm over each group.
 
     y, gate [n, size]; a group is ``size // num_groups`` adjacent channels (Mamba2's

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
-from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
+from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
@@ -116,9 +116,12 @@ class LayerOps:
     def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · rms_norm(y) · silu(gate)`` by heads: y, gate [n, heads * P], weight [P] ->
         [n, heads * P]."""
-        heads = y.float().unflatten(-1, (-1, len(weight)))
-        normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(-2)
-        return (normed * F.silu(gate.float())).to(gate.dtype)
+        return head_norm_then_gate(y, gate, weight, eps)
+
+    def gate_by_sigmoid(self, y: Tensor, gate: Tensor) -> Tensor:
+        """``y · sigmoid(gate)``, both [n, heads, D], or [n, D] and [n, 1]. gate may be a view of
+        wider rows."""
+        return y * self.sigmoid(gate)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate channel i < half together with channel i + half; later channels stay the same.
@@ -171,6 +174,11 @@ class LayerOps:
         rounding: Rounding,
     ) -> Rounded:
         return self.round(self.gated_group_rms_norm(y, gate, weight, group_size, eps), rounding)
+
+    def rounded_head_norm_then_gate(
+        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Rounded:
+        return self.round(self.head_norm_then_gate(y, gate, weight, eps), rounding)
 
     # ── products ──
 

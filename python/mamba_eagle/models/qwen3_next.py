@@ -48,6 +48,9 @@ class QwenDeltaNet(GatedDeltaNet):
         self.in_proj_qkvz = Linear(hidden_size, c.conv_dim + c.inner_size)
         self.in_proj_ba = Linear(hidden_size, 2 * c.num_heads)
 
+    def connect(self) -> None:
+        self.norm.rounding = self.out_proj.rounding
+
     def projections(self) -> dict[str, list[Linear]]:
         return {"qkvz": [self.in_proj_qkvz], "ba": [self.in_proj_ba]}
 

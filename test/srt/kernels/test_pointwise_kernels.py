@@ -202,6 +202,41 @@ def test_silu_and_mul(form: str, dtype: torch.dtype, size: int) -> None:
     assert_rounded(found, naive.silu_and_mul(both))
 
 
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_by_sigmoid(form: str, dtype: torch.dtype) -> None:
+    """A gate for each number, of heads that lie apart, or one for a row."""
+    from mamba_eagle.kernels.sigmoid_gate import naive
+    from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
+
+    packed = 6 * normal(3, 4, 24, dtype=dtype)
+    y, one = normal(3, 2, 24, dtype=dtype, seed=1), normal(3, 1, dtype=dtype, seed=2)
+    device = device_of(form)
+    for value, gate in ((y, packed[:, 1::2]), (y.flatten(1), one)):
+        on_device = packed.to(device)[:, 1::2] if gate.dim() == 3 else gate.to(device)
+        found = gate_by_sigmoid(value.to(device), on_device)
+        assert found.dtype == dtype and found.shape == value.shape
+        assert_rounded(found, naive.gate_by_sigmoid(value, gate))
+
+
+@torch_or_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [24, 330])
+def test_head_norm_then_gate(form: str, dtype: torch.dtype, size: int) -> None:
+    y, gate = normal(3, 4 * size, dtype=dtype), normal(3, 4 * size + 16, dtype=dtype, seed=1)
+    gate, weight = 4 * gate[:, 8:-8], normal(size, dtype=dtype, seed=2)
+    exact = gated_naive.head_norm_then_gate(y, gate, weight, EPS)
+    if form == "torch":
+        found = gated_torch.head_norm_then_gate(y, gate, weight, EPS)
+    else:
+        from mamba_eagle.kernels.gated_norm import triton
+
+        on_device = (part.to(device_of(form)) for part in (y, gate, weight))
+        found = triton.gated_norm(*on_device, 4, EPS, norm_first=True)
+    assert found.dtype == dtype
+    assert_rounded(found, exact)
+
+
 # ── rotary encoding ──
 
 

@@ -15,7 +15,10 @@ from triton_rig import BFLOAT16_ERROR, assert_mostly_equal, to_device, tree_layo
 from verify_rig import chain_tree, random_tree
 
 from mamba_eagle.kernels.delta_rule import naive
-from mamba_eagle.kernels.delta_rule.triton import DeltaRows, fold_journals, tree_verify
+from mamba_eagle.kernels.delta_rule.rows import DeltaRows
+from mamba_eagle.kernels.delta_rule.triton import tree_verify
+from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
+from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 
@@ -245,6 +248,19 @@ def test_a_folded_state_is_rounded_with_its_requests_noise(dtype: torch.dtype) -
     slots = step.state_slots[:1]
     wanted = round_states(exact[slots], keys[:1], 0, dtype)
     assert_mostly_equal(batch.state[slots], wanted)
+
+
+@runs_kernels
+@pytest.mark.parametrize("max_beta", [1.0, 2.0])
+def test_gates_are_those_of_the_recurrence(max_beta: float) -> None:
+    """Of rows that lie apart; decays whose softplus is tiny, and large, among them."""
+    draw = Draw(0)
+    raw, rate, bias = 8 * draw.normal(5, 16), -draw.normal(6).exp(), draw.normal(6)
+    decay, beta = raw.double()[:, 2:8], raw.double()[:, 8:14]
+    g = rate.double() * torch.log1p((decay + bias).exp())
+    exact = torch.cat([g, max_beta / (1 + (-beta).exp())], dim=1)
+    found = delta_gates(raw.to(DEVICE)[:, 2:14], rate.to(DEVICE), bias.to(DEVICE), max_beta)
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=3e-6, atol=0.0)
 
 
 @runs_kernels

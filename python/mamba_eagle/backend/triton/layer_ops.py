@@ -19,6 +19,7 @@ from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_squared
 from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
+from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 from mamba_eagle.layers.ops import FusedRouter, HeadNorms, Normed
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
@@ -47,6 +48,12 @@ class TritonOps(CudaOps):
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
     ) -> Tensor:
         return gated_norm(y, gate, weight, y.shape[1] // group_size, eps)
+
+    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return gated_norm(y, gate, weight, y.shape[1] // len(weight), eps, norm_first=True)
+
+    def gate_by_sigmoid(self, y: Tensor, gate: Tensor) -> Tensor:
+        return gate_by_sigmoid(y, gate)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate_(x, cos, sin)
@@ -95,6 +102,14 @@ class TritonOps(CudaOps):
             return super().rounded_gated_group_rms_norm(*given)
         groups = y.shape[1] // group_size
         return rounded_gated_norm(y, gate, weight, groups, eps, rounding)
+
+    def rounded_head_norm_then_gate(
+        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Rounded:
+        if rounding.group:
+            return super().rounded_head_norm_then_gate(y, gate, weight, eps, rounding)
+        groups = y.shape[1] // len(weight)
+        return rounded_gated_norm(y, gate, weight, groups, eps, rounding, norm_first=True)
 
     # ── products of few bits ──
 

@@ -1,15 +1,17 @@
-"""torch.py's tree_verify and fold for rows and states that are read in place.
+"""torch.py's tree_verify for rows and states that are read in place: two kernels.
 
-A program owns some values of one head of one request. It asks for its part of the state first, and
-multiplies it part by part by the queries and keys of all nodes, while it adds up what these read of
-each other; norms and decays are factors of the sums. Then it inverts the nodes' unit triangular
-system by substitution, row by row. (Products of powers would take fewer steps; but where keys
-resemble each other, powers of 2**15 cancel.) u is one product more, and so are the outputs. A plain
-step is a tree of one node.
+What does not depend on values is made once per head of a request (``_weights_kernel``): pairs of
+queries and keys under the decay between them, and the inverse of the nodes' unit triangular system
+by substitution, row by row. (Products of powers would take fewer steps; but where keys resemble
+each other, powers of 2**15 cancel.) What is left is linear in the values, so that a program of
+``_verify_kernel`` takes some of a head's: it asks for its part of the state before the first kernel
+has ended, multiplies it once by the queries and keys of all nodes, and is left with small products.
+A plain step is a tree of one node, and these are sums.
 
 Log decays are added along the path between two tokens. All of them have one sign, so that nothing
 cancels in float32, where differences of sums from the state would need float64. Each product of
-float32 numbers is three of tf32.
+float32 numbers is three of tf32; queries and keys of 16 bits are multiplied by two halves of the
+state. Norms and decays are factors of the sums.
 
 Nothing here waits for the device, and the grids depend on the batch alone.
 """
@@ -23,36 +25,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.delta_rule.rows import (
+    DeltaRows,
+    decay_sums,
+    float32_dot,
+    has_channel_decay,
+)
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
-from mamba_eagle.kernels.triton_math import exact_dot, previous_done
+from mamba_eagle.kernels.triton_math import previous_done, split_dot
 
 MAX_NODES = 64
-
-
-class DeltaRows(NamedTuple):
-    """The row buffers of all request slots, of one layer or (with a leading dimension) of all."""
-
-    gates: Tensor  # [R, W, H + H], or [R, W, H*N + H] with a decay per channel: g, beta; float32
-    keys: Tensor  # [R, W, G*N], out of the convolution
-    u: Tensor  # [R, W, H*P] float32
-
-
-@triton.jit
-def _dot(a, b, acc=None):
-    """acc + a·b, both factors float32 or of 16 bits; nearly as exact as float32."""
-    if acc is None:
-        acc = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
-    return exact_dot(a, b, acc, "tf32x3")
-
-
-@triton.jit
-def _decay_sums(at, after, valid, follows):
-    """Of g of a journal's rows, at pointers ``at`` and those of the rows that follow, ``after``:
-    the sum of all that follow each row, and that of all."""
-    sums = tl.cumsum(tl.load(after, mask=follows, other=0.0), 0, reverse=True)
-    return sums, tl.sum(tl.load(at, mask=valid, other=0.0), 0)
 
 
 @triton.jit
@@ -70,7 +53,8 @@ def _add_channel_pairs(
         k_i = tl.sum(tl.where(mine, k, 0.0), 0)[None, :]
         above = tl.sum(tl.where(mine, on_path, 0.0), 0)
         since = tl.sum(above[:, None] * g, 0)  # from the journal's end
-        between = _dot(above[None, :] * (1.0 - on_path), g)  # nodes that are not above j
+        # nodes that are not above j
+        between = float32_dot(above[None, :] * (1.0 - on_path), g)
         read = tl.where(above[:, None] > 0, k * tl.exp(between), 0.0)
         k_nodes += tl.where(mine, tl.sum(read * k_i, 1)[None, :], 0.0)
         q_nodes += tl.where(mine, tl.sum(read * q_i, 1)[None, :], 0.0)
@@ -94,16 +78,23 @@ def _inverse(below, T):
 
 
 @triton.jit
-def _verify_kernel(
+def _journal_length(journal_len, fold, request):
+    """Rows that the state does not have yet; none where the journal has been folded."""
+    length = tl.load(journal_len + request).to(tl.int32)
+    if fold is not None:
+        length = tl.where(tl.load(fold + request) != 0, 0, length)
+    return length
+
+
+@triton.jit
+def _weights_kernel(
     gates,  # [b, T, GATES]
     convolved,  # [b, T, 2*G*N + H*P]: queries, keys, values
     row_gates,  # [R, W, GATES]
     row_keys,  # [R, W, G*N]
-    row_u,  # [R, W, H*P]
-    state,  # [slots, H, P, N]
-    y,  # [b, T, H*P]
+    weights,  # [b, H, T, 3 + 2*M + 2*T]
+    decayed,  # [b, H, 2*T, N] float32, if CHANNELS
     slots,
-    state_slots,
     journal,  # [b, M]
     journal_len,
     rows,  # [b, T]
@@ -112,40 +103,29 @@ def _verify_kernel(
     T,
     W,
     M,
-    state_stride,
     H: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
     TP: tl.constexpr,  # nodes, padded
     JP: tl.constexpr,  # rows of a journal, padded
-    TILE: tl.constexpr,  # values of a head
     PART: tl.constexpr,  # channels of a key that are multiplied at once
     CHANNELS: tl.constexpr,
     EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Of a head of a request: its nodes' weights, gates and keys."""
     DECAYS: tl.constexpr = H * N if CHANNELS else H
     GATES: tl.constexpr = DECAYS + H
     WIDTH: tl.constexpr = 2 * G * N + H * P
-    first = tl.program_id(0) * TILE  # of the flat H*P
-    request = tl.program_id(1)
-    head = first // P
+    head, request = tl.program_id(0), tl.program_id(1)
     group = head // (H // G)
-    channel = first + tl.arange(0, TILE)
     n = tl.arange(0, PART)
     node = tl.arange(0, TP)
     packed = tl.arange(0, JP)
 
-    state += tl.load(state_slots + request).to(tl.int64) * state_stride
-    stored = ()
-    for part in tl.static_range(N // PART):  # the load that takes longest is started first
-        in_state = channel[None, :] * N + (part * PART + n)[:, None]
-        stored += (tl.load(state + in_state),)  # [PART, TILE]
     slot = tl.load(slots + request).to(tl.int64)
-    length = tl.load(journal_len + request).to(tl.int32)
-    if fold is not None:
-        length = tl.where(tl.load(fold + request) != 0, 0, length)
+    length = _journal_length(journal_len, fold, request)
     is_node, valid, follows = node < T, packed < length, packed + 1 < length
     own = tl.load(rows + request * T + node, mask=is_node, other=0).to(tl.int32)
     row = tl.load(journal + request * M + packed, mask=valid, other=0).to(tl.int32)
@@ -153,29 +133,25 @@ def _verify_kernel(
     bits = tl.load(ancestors + request * T + node, mask=is_node, other=0)
     above = (bits[:, None] >> tl.minimum(node, 63).to(tl.int64)[None, :]) & 1
     on_path = tl.where(is_node[None, :], above, 0).to(tl.float32)  # [TP, TP]: j is i, or above it
-    previous_done(OVERLAP)
-
     row_gates += slot * W * GATES
     row_keys += slot * W * (G * N) + group * N
-    row_u += slot * W * (H * P)
+    log_at = head * (N if CHANNELS else 1)
+    if not CHANNELS:
+        g_rows, g_next = row_gates + row * GATES + log_at, row_gates + next_row * GATES + log_at
+        suffix, total = decay_sums(g_rows, g_next, valid, follows)
+    previous_done(OVERLAP)
+
     at = request.to(tl.int64) * T + node
     gates_at, own_gates = gates + at * GATES, row_gates + own * GATES
-    log_at = head * (N if CHANNELS else 1)
     nodes_2d, rows_2d = is_node[:, None], valid[:, None]
-    of_tile = tl.where(first % P == 0, T, 0)  # nodes whose gates this program writes
-    first_tile = node < of_tile
-    first_of_group = node < tl.where(head % (H // G) == 0, of_tile, 0)
+    first_of_group = node < tl.where(head % (H // G) == 0, T, 0)
     if not CHANNELS:
         g = tl.load(gates_at + log_at, mask=is_node, other=0.0)
-        tl.store(own_gates + log_at, g, mask=first_tile)
-        g_rows, g_next = row_gates + row * GATES + log_at, row_gates + next_row * GATES + log_at
-        suffix, total = _decay_sums(g_rows, g_next, valid, follows)
+        tl.store(own_gates + log_at, g, mask=is_node)
     k_nodes = tl.zeros([TP, TP], tl.float32)
     q_nodes = tl.zeros([TP, TP], tl.float32)
     k_past = tl.zeros([TP, JP], tl.float32)
     q_past = tl.zeros([TP, JP], tl.float32)
-    k_state = tl.zeros([TP, TILE], tl.float32)
-    q_state = tl.zeros([TP, TILE], tl.float32)
     q_size = tl.full([TP], EPS, tl.float32)
     k_size = tl.full([TP], EPS, tl.float32)
     row_size = tl.full([JP], EPS, tl.float32)
@@ -192,59 +168,165 @@ def _verify_kernel(
         q_size += tl.sum(q * q, 1)
         k_size += tl.sum(k * k, 1)
         row_size += tl.sum(k_rows * k_rows, 1)
-        before = stored[part].to(tl.float32)
         if CHANNELS:
             g = tl.load(gates_at[:, None] + log_at + key, mask=nodes_2d, other=0.0)
-            tl.store(own_gates[:, None] + log_at + key, g, mask=first_tile[:, None])
+            tl.store(own_gates[:, None] + log_at + key, g, mask=nodes_2d)
             g_rows = (row_gates + row * GATES)[:, None] + log_at + key
             g_next = (row_gates + next_row * GATES)[:, None] + log_at + key
-            suffix, total = _decay_sums(g_rows, g_next, rows_2d, follows[:, None])
+            suffix, total = decay_sums(g_rows, g_next, rows_2d, follows[:, None])
             found = (k_nodes, q_nodes, k_past, q_past)
             k_nodes, q_nodes, k_past, q_past = _add_channel_pairs(
                 found, q, k, k_rows, g, suffix, on_path, valid, T, TP, JP
             )
-            grown = tl.exp(_dot(on_path, g) + total[None, :])
-            q *= grown
-            k *= grown
+            grown = tl.exp(float32_dot(on_path, g) + total[None, :])
+            of_head = decayed + ((request * H + head).to(tl.int64) * 2 * T + 2 * node)[:, None] * N
+            tl.store(of_head + key, q * grown, mask=nodes_2d)
+            tl.store(of_head + N + key, k * grown, mask=nodes_2d)
         else:
-            k_nodes = _dot(raw_k, tl.trans(raw_k), k_nodes)
-            q_nodes = _dot(raw_q, tl.trans(raw_k), q_nodes)
-            k_past = _dot(raw_k, tl.trans(raw_rows), k_past)
-            q_past = _dot(raw_q, tl.trans(raw_rows), q_past)
-        k_state = _dot(k, before, k_state)
-        q_state = _dot(q, before, q_state)
+            k_nodes = float32_dot(raw_k, tl.trans(raw_k), k_nodes)
+            q_nodes = float32_dot(raw_q, tl.trans(raw_k), q_nodes)
+            k_past = float32_dot(raw_k, tl.trans(raw_rows), k_past)
+            q_past = float32_dot(raw_q, tl.trans(raw_rows), q_past)
 
     beta = tl.load(gates_at + DECAYS + head, mask=is_node, other=0.0)
-    tl.store(own_gates + DECAYS + head, beta, mask=first_tile)
-    of_q, of_k = (N**-0.5) / tl.sqrt(q_size)[:, None], 1.0 / tl.sqrt(k_size)
-    of_l, of_rows = (beta * of_k)[:, None], 1.0 / tl.sqrt(row_size)[None, :]
+    tl.store(own_gates + DECAYS + head, beta, mask=is_node)
+    of_q, of_k = (N**-0.5) / tl.sqrt(q_size), 1.0 / tl.sqrt(k_size)
+    of_l, of_rows = beta * of_k, 1.0 / tl.sqrt(row_size)[None, :]
     from_state_q, from_state_l = of_q, of_l
     if not CHANNELS:
         of_path = on_path * g[None, :]
         since = tl.sum(of_path, 1)  # from the journal's end
         # masked, since it means nothing where j is not above i; nodes that are not above j
-        between = tl.exp(_dot(of_path, tl.trans(1.0 - on_path))) * on_path
+        between = tl.exp(float32_dot(of_path, tl.trans(1.0 - on_path))) * on_path
         k_nodes *= between
         q_nodes *= between
         past = tl.exp(since[:, None] + suffix[None, :])
         k_past *= past
         q_past *= past
-        grown = tl.exp(since + total)[:, None]
+        grown = tl.exp(since + total)
         from_state_q *= grown
         from_state_l *= grown
     strictly = node[:, None] != node[None, :]
-    below = tl.where(strictly, k_nodes * of_l * of_k[None, :], 0.0)
-    v_at = (convolved + at * WIDTH + 2 * G * N)[:, None] + channel[None, :]
-    v = tl.load(v_at, mask=nodes_2d, other=0.0).to(tl.float32)
-    u_at = (row_u + row * (H * P))[:, None] + channel[None, :]
-    u_rows = tl.load(u_at, mask=rows_2d, other=0.0)
-    known = v * beta[:, None] - k_state * from_state_l - _dot(k_past * of_l * of_rows, u_rows)
-    u = _dot(_inverse(below, T), known)
-    tl.store((row_u + own * (H * P))[:, None] + channel[None, :], u, mask=nodes_2d)
-    o = q_state * from_state_q
-    o = _dot(q_past * of_q * of_rows, u_rows, o)
-    o = _dot(q_nodes * of_q * of_k[None, :], u, o)
-    tl.store(y + at[:, None] * (H * P) + channel[None, :], o, mask=nodes_2d)
+    below = tl.where(strictly, k_nodes * of_l[:, None] * of_k[None, :], 0.0)
+    line = weights + ((request * H + head).to(tl.int64) * T + node) * (3 + 2 * M + 2 * T)
+    tl.store(line, beta, mask=is_node)
+    tl.store(line + 1, from_state_l, mask=is_node)
+    tl.store(line + 2, from_state_q, mask=is_node)
+    past_at, past_mask = (line + 3)[:, None] + packed[None, :], nodes_2d & (packed < M)[None, :]
+    tl.store(past_at, k_past * of_l[:, None] * of_rows, mask=past_mask)
+    tl.store(past_at + M, q_past * of_q[:, None] * of_rows, mask=past_mask)
+    nodes_at, nodes_mask = (line + 3 + 2 * M)[:, None] + node[None, :], nodes_2d & is_node[None, :]
+    tl.store(nodes_at, _inverse(below, T), mask=nodes_mask)
+    tl.store(nodes_at + T, q_nodes * of_q[:, None] * of_k[None, :], mask=nodes_mask)
+
+
+@triton.jit
+def _verify_kernel(
+    convolved,  # [b, T, 2*G*N + H*P]: queries, keys, values
+    weights,  # [b, H, T, 3 + 2*M + 2*T]
+    decayed,  # [b, H, 2*T, N] float32, if CHANNELS
+    row_u,  # [R, W, H*P]
+    state,  # [slots, H, P, N]
+    y,  # [b, T, H*P]
+    slots,
+    state_slots,
+    journal,  # [b, M]
+    journal_len,
+    rows,  # [b, T]
+    fold,  # [b]: whether the journal is already in the state; None: nowhere
+    T,
+    W,
+    M,
+    state_stride,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    TP: tl.constexpr,  # nodes, padded; 1: a plain step
+    JP: tl.constexpr,  # rows of a journal, padded
+    TILE: tl.constexpr,  # values of a head
+    CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Some values of a head of a request; tiles are transposed, [TILE, nodes]."""
+    KEYS: tl.constexpr = G * N
+    WIDTH: tl.constexpr = 2 * KEYS + H * P
+    first = tl.program_id(0) * TILE  # of the flat H*P
+    request = tl.program_id(1)
+    head = first // P
+    channel = first + tl.arange(0, TILE)
+    n, node, packed = tl.arange(0, N), tl.arange(0, TP), tl.arange(0, JP)
+
+    state += tl.load(state_slots + request).to(tl.int64) * state_stride
+    stored = tl.load(state + channel[:, None] * N + n[None, :])  # takes longest
+    row_u += tl.load(slots + request).to(tl.int64) * W * (H * P)
+    length = _journal_length(journal_len, fold, request)
+    is_node, valid = node < T, packed < length
+    own = tl.load(rows + request * T + node, mask=is_node, other=0).to(tl.int32)
+    row = tl.load(journal + request * M + packed, mask=valid, other=0).to(tl.int32)
+    u_at = channel[:, None] + (row * (H * P))[None, :]
+    u_rows = tl.load(row_u + u_at, mask=valid[None, :], other=0.0)
+    previous_done(OVERLAP)
+
+    first_node = request.to(tl.int64) * T
+    LINE = 3 + 2 * M + 2 * T
+    line = weights + (request * H + head).to(tl.int64) * T * LINE
+    nodes = (first_node + node) * (H * P)
+    of_tree = convolved + first_node * WIDTH
+    if CHANNELS:  # query, key; query, key; …
+        q_at, lower, to_next = decayed + (request * H + head).to(tl.int64) * 2 * T * N, N, 2 * N
+    else:
+        q_at, lower, to_next = of_tree + head // (H // G) * N, KEYS, WIDTH
+    if TP == 1:
+        v = tl.load(of_tree + 2 * KEYS + channel).to(tl.float32)
+        k_n, q_n = tl.load(q_at + lower + n).to(tl.float32), tl.load(q_at + n).to(tl.float32)
+        wide = stored.to(tl.float32)
+        l_past = tl.load(line + 3 + packed, mask=valid, other=0.0)[None, :]
+        q_past = tl.load(line + 3 + M + packed, mask=valid, other=0.0)[None, :]
+        u = v * tl.load(line) - tl.sum(wide * k_n[None, :], 1) * tl.load(line + 1)
+        u -= tl.sum(u_rows * l_past, 1)
+        o = tl.sum(wide * q_n[None, :], 1) * tl.load(line + 2) + tl.sum(u_rows * q_past, 1)
+        o += u * tl.load(line + 4 + 2 * M)
+        u, o = u[:, None], o[:, None]
+    else:
+        both = tl.arange(0, 2 * TP)  # query, key; query, key; …
+        both_at = q_at + (both // 2) * to_next + (both % 2) * lower
+        read = tl.load(both_at[None, :] + n[:, None], mask=(both < 2 * T)[None, :], other=0.0)
+        read = split_dot(stored, read, tl.zeros([TILE, 2 * TP], tl.float32), "tf32x3")
+        q_state, k_state = tl.split(tl.reshape(read, [TILE, TP, 2]))
+        v_at = of_tree + 2 * KEYS + channel[:, None] + (node * WIDTH)[None, :]
+        v = tl.load(v_at, mask=is_node[None, :], other=0.0).to(tl.float32)
+        of_node = line + node * LINE
+        beta = tl.load(of_node, mask=is_node, other=0.0)
+        from_state_l = tl.load(of_node + 1, mask=is_node, other=0.0)
+        from_state_q = tl.load(of_node + 2, mask=is_node, other=0.0)
+        past_at = (of_node + 3)[None, :] + packed[:, None]
+        in_past = valid[:, None] & is_node[None, :]
+        above_at = (of_node + 3 + 2 * M)[None, :] + node[:, None]
+        in_tree = is_node[:, None] & is_node[None, :]
+        l_past = tl.load(past_at, mask=in_past, other=0.0)  # [JP, TP]
+        q_past = tl.load(past_at + M, mask=in_past, other=0.0)
+        inverse = tl.load(above_at, mask=in_tree, other=0.0)  # [TP, TP]
+        q_nodes = tl.load(above_at + T, mask=in_tree, other=0.0)
+        known = v * beta[None, :] - k_state * from_state_l[None, :] - float32_dot(u_rows, l_past)
+        u = float32_dot(known, inverse)
+        o = float32_dot(u_rows, q_past, q_state * from_state_q[None, :])
+        o = float32_dot(u, q_nodes, o)
+    tl.store(row_u + channel[:, None] + (own * (H * P))[None, :], u, mask=is_node[None, :])
+    tl.store(y + channel[:, None] + nodes[None, :], o, mask=is_node[None, :])
+
+
+class Config(NamedTuple):
+    """How the work on values is divided. The result depends on it by rounding only."""
+
+    tile: int  # values of a head per program
+    warps: int
+
+
+def choose_config(head_dim: int, nodes: int) -> Config:
+    """For Hopper; measured with benchmark/kernels/bench_delta_rule.py."""
+    widest = head_dim & -head_dim  # the widest power of two that divides a head's values
+    return Config(min(32, widest), 2) if nodes == 1 else Config(min(64, widest), 4)
 
 
 def tree_verify(
@@ -255,12 +337,12 @@ def tree_verify(
     step: TreeLayout,
     sizes: Sizes,
     eps: float,
-    tile: int | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Outputs of all nodes; their rows are written, the state is not.
 
     On Hopper it starts before the previous kernel has ended. That kernel may write ``gates`` and
-    ``convolved``, but neither the state nor the step's indices.
+    ``convolved``, but neither the state, nor journals' rows, nor the step's indices.
 
     Args:
         rows: of one layer, contiguous.
@@ -269,175 +351,63 @@ def tree_verify(
         state: [slots, H, P, N], of one layer, contiguous.
         step: where it folds, the state already has the journal (``fold_journals``).
         eps: added to the squared norms of queries and keys.
-        tile: values of a head per program.
     Returns: [b*T, H*P], dtype of ``convolved``.
     Raises: ValueError for trees of more than 64 nodes.
     """
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     if T > MAX_NODES:
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
+    M, channels = step.journal.shape[1], has_channel_decay(rows, sizes)
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
-    tile, overlap = tile or value_tile(P), launches_overlap(state.device)
-    M, nodes = step.journal.shape[1], (step.rows, step.ancestors, step.fold)
-    indices = (step.slots, step.state_slots, step.journal, step.journal_len, *nodes)
-    _verify_kernel[(H * P // tile, b)](
+    weights = state.new_empty(b, H, T, 3 + 2 * M + 2 * T, dtype=torch.float32)
+    decayed = state.new_empty(b, H, 2 * T, N, dtype=torch.float32) if channels else None
+    overlap = launches_overlap(state.device)
+    padded, journal = max(16, triton.next_power_of_2(T)), max(16, triton.next_power_of_2(M))
+    shape = {"H": H, "P": P, "G": G, "N": N, "JP": journal, "CHANNELS": channels}
+    shape |= {"OVERLAP": overlap, "launch_pdl": overlap}
+    _weights_kernel[(H, b)](
         gates,
         convolved,
-        *rows,
+        rows.gates,
+        rows.keys,
+        weights,
+        decayed,
+        step.slots,
+        step.journal,
+        step.journal_len,
+        step.rows,
+        step.ancestors,
+        step.fold,
+        T,
+        rows.u.shape[1],
+        M,
+        TP=padded,
+        PART=min(32 if channels else 128, N),
+        EPS=eps,
+        num_warps=4,
+        **shape,
+    )
+    tile, warps = config or choose_config(P, T)
+    _verify_kernel[(H * P // tile, b)](
+        convolved,
+        weights,
+        decayed,
+        rows.u,
         state,
         y,
-        *indices,
+        step.slots,
+        step.state_slots,
+        step.journal,
+        step.journal_len,
+        step.rows,
+        step.fold,
         T,
         rows.u.shape[1],
         M,
         state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
-        TP=max(16, triton.next_power_of_2(T)),
-        JP=max(16, triton.next_power_of_2(M)),
+        TP=1 if T == 1 else padded,
         TILE=tile,
-        PART=min(32, N),
-        CHANNELS=has_channel_decay(rows, sizes),
-        EPS=eps,
-        OVERLAP=overlap,
-        num_warps=8 if T > 16 else 4,
-        launch_pdl=overlap,
+        num_warps=warps,
+        **shape,
     )
     return y
-
-
-def value_tile(head_dim: int) -> int:
-    """The widest power of two, up to 32, that divides a head's values."""
-    return min(32, head_dim & -head_dim)
-
-
-def has_channel_decay(rows: DeltaRows, sizes: Sizes) -> bool:
-    return rows.gates.shape[-1] != 2 * sizes.heads
-
-
-@triton.jit
-def _fold_kernel(
-    gates,  # [layers, R, W, GATES]
-    keys,  # [layers, R, W, G*N]
-    u,  # [layers, R, W, H*P]
-    state,  # [layers, S, H, P, N]
-    slots,  # [b]
-    state_slots,  # [b]
-    journal,  # [b, M]
-    lengths,  # [b]
-    wanted,  # [b]; None: all
-    round_keys,  # [b]; None: to nearest
-    b,
-    R,
-    W,
-    S,
-    M,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    JP: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,  # channels of a key
-    CHANNELS: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    GATES: tl.constexpr = (H * N if CHANNELS else H) + H
-    first = tl.program_id(0) * TILE
-    part = tl.program_id(1) * PART
-    layer = tl.program_id(2).to(tl.int64)
-    head = first // P
-    n, every = part + tl.arange(0, PART), tl.arange(0, N)
-    in_state = (first + tl.arange(0, TILE))[:, None] * N + n[None, :]
-    packed = tl.arange(0, JP)
-    for request in range(b):
-        length = tl.load(lengths + request).to(tl.int32)
-        if wanted is not None:
-            length = tl.where(tl.load(wanted + request) != 0, length, 0)
-        if length > 0:
-            valid, follows = packed < length, packed + 1 < length
-            path = journal + request * M + packed
-            first_row = (layer * R + tl.load(slots + request)) * W
-            row = first_row + tl.load(path, mask=valid, other=0)
-            next_row = first_row + tl.load(path + 1, mask=follows, other=0)
-            states = state + (layer * S + tl.load(state_slots + request)) * (H * P * N)
-            before = tl.load(states + in_state).to(tl.float32)
-            k_at = (keys + row * (G * N) + head // (H // G) * N)[:, None]
-            whole = tl.load(k_at + every[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-            of_k = 1.0 / tl.sqrt(tl.sum(whole * whole, 1) + EPS)
-            k = tl.load(k_at + n[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-            u_at = (u + row * (H * P))[None, :] + (first + tl.arange(0, TILE))[:, None]
-            written = tl.load(u_at, mask=valid[None, :], other=0.0) * of_k[None, :]
-            log_at = gates + head * (N if CHANNELS else 1)
-            g_rows, g_next = log_at + row * GATES, log_at + next_row * GATES
-            if CHANNELS:
-                g_rows, g_next = g_rows[:, None] + n[None, :], g_next[:, None] + n[None, :]
-                inside = (valid[:, None], follows[:, None])
-                suffix, total = _decay_sums(g_rows, g_next, inside[0], inside[1])
-                decay, k = tl.exp(total)[None, :], k * tl.exp(suffix)
-            else:
-                suffix, total = _decay_sums(g_rows, g_next, valid, follows)
-                decay, k = tl.exp(total), k * tl.exp(suffix)[:, None]
-            folded = _dot(written, k, before * decay)
-            if round_keys is not None:
-                key = tl.load(round_keys + request)
-                folded = round_state(folded, key, layer, in_state, state.dtype.element_ty)
-            tl.store(states + in_state, folded)
-
-
-def fold_journals(
-    rows: DeltaRows,
-    state: Tensor,
-    slots: Tensor,
-    state_slots: Tensor,
-    journal: Tensor,
-    length: Tensor,
-    sizes: Sizes,
-    eps: float,
-    wanted: Tensor | None = None,
-    round_keys: Tensor | None = None,
-) -> None:
-    """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
-
-    Few requests fold at a time, so a program goes through all of them: those that do not fold cost
-    a look at a number.
-
-    Args:
-        rows: of all layers, contiguous.
-        state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
-        slots, state_slots: [b] int64. No two requests have the same state slot unless one is not
-            folded.
-        journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
-        length: [b] int64, at most M; 0: the request's states are neither read nor changed.
-        wanted: [b] bool: which requests are folded; None: all.
-        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
-    """
-    (layers, R, W, _), (b, M), (H, P, G, N) = rows.u.shape, journal.shape, sizes
-    tile, part = value_tile(P), min(64, N)
-    _fold_kernel[(H * P // tile, N // part, layers)](
-        *rows,
-        state,
-        slots,
-        state_slots,
-        journal,
-        length,
-        wanted,
-        round_keys,
-        b,
-        R,
-        W,
-        state.shape[1],
-        M,
-        H=H,
-        P=P,
-        G=G,
-        N=N,
-        JP=max(16, triton.next_power_of_2(M)),
-        TILE=tile,
-        PART=part,
-        CHANNELS=has_channel_decay(rows, sizes),
-        EPS=eps,
-        num_warps=4,
-    )

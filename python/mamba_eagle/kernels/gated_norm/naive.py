@@ -5,6 +5,10 @@
 
 The gate comes before the norm (arXiv 2405.21060, section 7; ``norm_before_gate=False`` in
 state-spaces/mamba). A group is ``group_size`` neighbouring channels.
+
+Gated DeltaNet (arXiv 2412.06464) has the norm first, and one weight for all heads:
+
+    out_i = weight_(i mod P) · y_i / sqrt(mean(y² over the head of i) + eps) · silu(gate_i)
 """
 
 from __future__ import annotations
@@ -26,3 +30,11 @@ def gated_group_rms_norm(
         group = slice(first, first + group_size)
         groups.append(rms_norm(gated[:, group], weight[group], eps))
     return torch.cat(groups, dim=1)
+
+
+def head_norm_then_gate(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y, gate: [n, heads * P]; weight: [P] -> [n, heads * P] float64."""
+    gate, size = gate.double(), len(weight)
+    heads = [y[:, first : first + size] for first in range(0, y.shape[1], size)]
+    normed = torch.cat([rms_norm(head, weight, eps) for head in heads], dim=1)
+    return normed * gate / (1 + torch.exp(-gate))

@@ -22,12 +22,15 @@ from mamba_eagle.kernels.triton_math import (
 
 
 @triton.jit
-def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
-    """y · silu(gate) over its root mean square, in float32: blocks of groups, [lines, BLOCK]."""
-    gated = ()
+def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr, NORM_FIRST: tl.constexpr):
+    """y · silu(gate) over its root mean square or, if NORM_FIRST, that of y, in float32: blocks of
+    groups, [lines, BLOCK]."""
+    squared, gated = (), ()
     for block in tl.static_range(BLOCKS):
-        gated += (y[block].to(tl.float32) * silu(gate[block].to(tl.float32)),)
-    inverse = inverse_rms(gated, eps, GROUP, BLOCKS)
+        wide = y[block].to(tl.float32)
+        gated += (wide * silu(gate[block].to(tl.float32)),)
+        squared += (wide if NORM_FIRST else gated[block],)
+    inverse = inverse_rms(squared, eps, GROUP, BLOCKS)
     normed = ()
     for block in tl.static_range(BLOCKS):
         normed += (gated[block] * inverse,)
@@ -38,7 +41,7 @@ def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
 def _gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart
-    weight,  # [size]
+    weight,  # [size]; [GROUP] if NORM_FIRST
     out,  # [n, size]
     n,
     y_stride,
@@ -49,6 +52,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,  # channels of a block
     BLOCKS: tl.constexpr,  # of a group
     ROWS: tl.constexpr,  # per program
+    NORM_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A group of channels of some rows."""
@@ -57,15 +61,16 @@ def _gated_norm_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     channel = tl.program_id(1) * GROUP + column
     # each row reads the weights, so that they stand where its numbers do; they need not wait
-    weights = weight + tl.zeros([ROWS, 1], tl.int32) + channel
+    weights = weight + tl.zeros([ROWS, 1], tl.int32) + (column if NORM_FIRST else channel)
     w = load_blocks(weights, None, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
     gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
-    normed = _normed(ys, gates, eps, GROUP, BLOCKS)
+    normed = _normed(ys, gates, eps, GROUP, BLOCKS, NORM_FIRST)
     for block in tl.static_range(BLOCKS):
-        # rounded before the weight, as the layer does
-        rounded = normed[block].to(gate.dtype.element_ty).to(tl.float32)
+        rounded = normed[block]
+        if not NORM_FIRST:  # before the weight, as the layer does
+            rounded = rounded.to(gate.dtype.element_ty).to(tl.float32)
         at = out + row * SIZE + channel + block * BLOCK
         inside = column < GROUP - block * BLOCK
         tl.store(at, rounded * w[block].to(tl.float32), mask=inside)
@@ -90,9 +95,11 @@ def gated_norm(
     weight: Tensor,
     num_groups: int,
     eps: float,
+    norm_first: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels.
+    """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels; if ``norm_first``,
+    ``weight · rms_norm(y) · silu(gate)`` with the same weight [size / num_groups] for each.
 
     y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype. The last dimensions must be
     contiguous; gate may be a view of in_proj's output.
@@ -117,6 +124,7 @@ def gated_norm(
         BLOCK=block,
         BLOCKS=blocks,
         ROWS=rows,
+        NORM_FIRST=norm_first,
         OVERLAP=overlap,
         num_warps=warps,
         launch_pdl=overlap,
@@ -128,7 +136,7 @@ def gated_norm(
 def _rounded_gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart
-    weight,  # [size]
+    weight,  # [size]; [GROUP] if NORM_FIRST
     static,  # [1, 1], read if not DYNAMIC
     out,  # [n, size] float8
     scales,  # [n, 1], written if DYNAMIC
@@ -141,6 +149,7 @@ def _rounded_gated_norm_kernel(
     BLOCK: tl.constexpr,  # channels of a block
     BLOCKS: tl.constexpr,  # of a group
     GROUPS: tl.constexpr,  # of a row that a program takes, padded
+    NORM_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Groups of channels of a row: all of them, where they have a scale together."""
@@ -149,11 +158,12 @@ def _rounded_gated_norm_kernel(
     group = tl.minimum(tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), SIZE // GROUP - 1)
     column = tl.arange(0, BLOCK)[None, :]
     channel = group[:, None] * GROUP + column
-    w = load_blocks(weight + channel, None, column, GROUP, BLOCK, BLOCKS)
+    weights = weight + (column + tl.zeros_like(channel) if NORM_FIRST else channel)
+    w = load_blocks(weights, None, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
     gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
-    normed = _normed(ys, gates, eps, GROUP, BLOCKS)
+    normed = _normed(ys, gates, eps, GROUP, BLOCKS, NORM_FIRST)
     if DYNAMIC:
         largest = tl.abs(normed[0] * w[0].to(tl.float32))
         for block in tl.static_range(1, BLOCKS):
@@ -180,6 +190,7 @@ def rounded_gated_norm(
     num_groups: int,
     eps: float,
     rounding: Rounding,
+    norm_first: bool = False,
     config: Config | None = None,
 ) -> Rounded:
     """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
@@ -207,6 +218,7 @@ def rounded_gated_norm(
         BLOCK=block,
         BLOCKS=blocks,
         GROUPS=groups,
+        NORM_FIRST=norm_first,
         OVERLAP=overlap,
         num_warps=config.warps,
         launch_pdl=overlap,

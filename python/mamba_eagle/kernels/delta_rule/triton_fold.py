@@ -1,0 +1,143 @@
+"""The fold of delta rules: journals into states, in all layers by one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.delta_rule.rows import (
+    DeltaRows,
+    decay_sums,
+    float32_dot,
+    has_channel_decay,
+    value_tile,
+)
+from mamba_eagle.kernels.state_rounding.triton import round_state
+from mamba_eagle.kernels.tree_verify.layout import Sizes
+
+
+@triton.jit
+def _fold_kernel(
+    gates,  # [layers, R, W, GATES]
+    keys,  # [layers, R, W, G*N]
+    u,  # [layers, R, W, H*P]
+    state,  # [layers, S, H, P, N]
+    slots,  # [b]
+    state_slots,  # [b]
+    journal,  # [b, M]
+    lengths,  # [b]
+    wanted,  # [b]; None: all
+    round_keys,  # [b]; None: to nearest
+    b,
+    R,
+    W,
+    S,
+    M,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    JP: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,  # channels of a key
+    CHANNELS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    GATES: tl.constexpr = (H * N if CHANNELS else H) + H
+    first = tl.program_id(0) * TILE
+    part = tl.program_id(1) * PART
+    layer = tl.program_id(2).to(tl.int64)
+    head = first // P
+    n, every = part + tl.arange(0, PART), tl.arange(0, N)
+    in_state = (first + tl.arange(0, TILE))[:, None] * N + n[None, :]
+    packed = tl.arange(0, JP)
+    for request in range(b):
+        length = tl.load(lengths + request).to(tl.int32)
+        if wanted is not None:
+            length = tl.where(tl.load(wanted + request) != 0, length, 0)
+        if length > 0:
+            valid, follows = packed < length, packed + 1 < length
+            path = journal + request * M + packed
+            first_row = (layer * R + tl.load(slots + request)) * W
+            row = first_row + tl.load(path, mask=valid, other=0)
+            next_row = first_row + tl.load(path + 1, mask=follows, other=0)
+            states = state + (layer * S + tl.load(state_slots + request)) * (H * P * N)
+            before = tl.load(states + in_state).to(tl.float32)
+            k_at = (keys + row * (G * N) + head // (H // G) * N)[:, None]
+            whole = tl.load(k_at + every[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+            of_k = 1.0 / tl.sqrt(tl.sum(whole * whole, 1) + EPS)
+            k = tl.load(k_at + n[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+            u_at = (u + row * (H * P))[None, :] + (first + tl.arange(0, TILE))[:, None]
+            written = tl.load(u_at, mask=valid[None, :], other=0.0) * of_k[None, :]
+            log_at = gates + head * (N if CHANNELS else 1)
+            g_rows, g_next = log_at + row * GATES, log_at + next_row * GATES
+            if CHANNELS:
+                g_rows, g_next = g_rows[:, None] + n[None, :], g_next[:, None] + n[None, :]
+                inside = (valid[:, None], follows[:, None])
+                suffix, total = decay_sums(g_rows, g_next, inside[0], inside[1])
+                decay, k = tl.exp(total)[None, :], k * tl.exp(suffix)
+            else:
+                suffix, total = decay_sums(g_rows, g_next, valid, follows)
+                decay, k = tl.exp(total), k * tl.exp(suffix)[:, None]
+            folded = float32_dot(written, k, before * decay)
+            if round_keys is not None:
+                key = tl.load(round_keys + request)
+                folded = round_state(folded, key, layer, in_state, state.dtype.element_ty)
+            tl.store(states + in_state, folded)
+
+
+def fold_journals(
+    rows: DeltaRows,
+    state: Tensor,
+    slots: Tensor,
+    state_slots: Tensor,
+    journal: Tensor,
+    length: Tensor,
+    sizes: Sizes,
+    eps: float,
+    wanted: Tensor | None = None,
+    round_keys: Tensor | None = None,
+) -> None:
+    """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
+
+    Few requests fold at a time, so a program goes through all of them: those that do not fold cost
+    a look at a number.
+
+    Args:
+        rows: of all layers, contiguous.
+        state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
+        slots, state_slots: [b] int64. No two requests have the same state slot unless one is not
+            folded.
+        journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
+        length: [b] int64, at most M; 0: the request's states are neither read nor changed.
+        wanted: [b] bool: which requests are folded; None: all.
+        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
+    """
+    (layers, R, W, _), (b, M), (H, P, G, N) = rows.u.shape, journal.shape, sizes
+    tile, part = value_tile(P), min(64, N)
+    _fold_kernel[(H * P // tile, N // part, layers)](
+        *rows,
+        state,
+        slots,
+        state_slots,
+        journal,
+        length,
+        wanted,
+        round_keys,
+        b,
+        R,
+        W,
+        state.shape[1],
+        M,
+        H=H,
+        P=P,
+        G=G,
+        N=N,
+        JP=max(16, triton.next_power_of_2(M)),
+        TILE=tile,
+        PART=part,
+        CHANNELS=has_channel_decay(rows, sizes),
+        EPS=eps,
+        num_warps=4,
+    )
