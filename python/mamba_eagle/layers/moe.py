@@ -163,6 +163,13 @@ class Experts(MatrixLayer):
         up, down = {**weights, **self.matrices}.values()
         return self._ops.fuse_experts(up, down, kind, self.held, self.up_proj.dtype)
 
+    def share(self, up: Linear | None, down: Linear) -> None:
+        """Shared experts' products, which those of the routed ones may take along."""
+        if self.fused is None or up is None or up.bias is not None or down.bias is not None:
+            return
+        both = (up, down)
+        self.fused.share(*(p.weight.detach() if p.matrix is None else p.matrix for p in both))
+
     def _grouped(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
         if name in self._products:
             return self._products[name](x, ends)
@@ -245,12 +252,7 @@ class LatentMoE(Layer):
         return {"fc2_latent_proj.bias": once(self.fc2_latent_proj.weight.shape[0], shard)}
 
     def connect(self) -> None:
-        own = (self.shared_experts.up_proj, self.shared_experts.down_proj)
-        if self.experts.fused is not None and all(part.bias is None for part in own):
-            up, down = (
-                part.weight.detach() if part.matrix is None else part.matrix for part in own
-            )
-            self.experts.fused.share(up, down)
+        self.experts.share(self.shared_experts.up_proj, self.shared_experts.down_proj)
 
     def rehearse(self) -> None:
         for hidden in rehearsed(self.experts, self.gate):
@@ -289,19 +291,20 @@ class GatedSharedMoE(Layer):
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
 
+    def connect(self) -> None:
+        self.experts.share(*self.shared_expert.products)
+
     def rehearse(self) -> None:
         for hidden in rehearsed(self.experts, self.gate):
             self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         routes = self.gate(hidden)
-        if self.experts.fused is not None:
-            return self.experts.fused(hidden, routes, lambda: self._shared(hidden))
-        return self.experts(hidden, routes) + self._shared(hidden)
-
-    def _shared(self, hidden: Tensor) -> Tensor:
         share = self.shared_expert_gate(hidden)
-        return self._ops.gate_by_sigmoid(self.shared_expert(hidden), share)
+        if self.experts.fused is not None:
+            return self.experts.fused(hidden, routes, lambda: self.shared_expert(hidden), share)
+        shared = self._ops.gate_by_sigmoid(self.shared_expert(hidden), share)
+        return self.experts(hidden, routes) + shared
 
 
 class GatedMoE(Layer):

@@ -35,11 +35,16 @@ class ExpertLayer(ABC):
 
     @abstractmethod
     def __call__(
-        self, x: Tensor, routes: Routes, beside: Callable[[], Tensor] | None = None
+        self,
+        x: Tensor,
+        routes: Routes,
+        beside: Callable[[], Tensor] | None = None,
+        share: Tensor | None = None,
     ) -> Tensor:
         """x [n, size] -> the weighted sum of each token's experts, or of those that this rank
         holds, [n, size]; with ``beside`` also what that gives, the shared experts of the same x,
-        which this layer may multiply itself."""
+        which this layer may multiply itself. share: [n, 1], logits of their sigmoid weights; None:
+        these are 1."""
 
     @abstractmethod
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:

@@ -143,10 +143,10 @@ class Case(NamedTuple):
 
 CASES = {
     "bfloat16": Case("bfloat16", shared=2),
-    "bfloat16-gated": Case("bfloat16", "silu_gate"),
+    "bfloat16-gated": Case("bfloat16", "silu_gate", shared=2),
     "bfloat16-held": Case("bfloat16", held=Span(1, 4), shared=1),
     "float8-rows": Case("rows", shared=2),
-    "float8-rows-gated": Case("rows", "silu_gate"),
+    "float8-rows-gated": Case("rows", "silu_gate", shared=1),
     "float8-tensor": Case("tensor", shared=2),
     "float8-blocks": Case("blocks", width=144),
     "float8-blocks-gated": Case("blocks", "silu_gate", width=144),
@@ -211,7 +211,7 @@ class Layer:
         above = torch.stack([naive.activated(up @ row, self.case.act) for row in self.seen(x)])
         return self.seen(above) @ down.t()
 
-    def reference(self, x: Tensor, routes: Routes) -> Tensor:
+    def reference(self, x: Tensor, routes: Routes, share: Tensor | None = None) -> Tensor:
         if self.rounding is None:
             up, down = self.exact
             given = (x.cpu(), routes.experts, routes.weights, up, down, self.case.act, self.first)
@@ -225,7 +225,7 @@ class Layer:
                 for expert, weight in zip(ids, weights):
                     y[t] += weight * each[expert - self.first][t]
         if self.case.shared:
-            y += self.one(x, *self.exact_shared)
+            y += self.one(x, *self.exact_shared) * (1.0 if share is None else share)
         return y
 
 
@@ -251,10 +251,12 @@ def test_experts_are_those_of_the_definition(case: Case) -> None:
         dense = None
         if case.shared:
             dense = lambda x=x: layer.one(x, *layer.exact_shared).to(DEVICE, DTYPE)  # noqa: E731
-        found = layer.fused(x, routes, dense)
-        error = relative_error(found, layer.reference(x, routes))
+        logits = normal(tokens, 1, seed=9) if case.act == "silu_gate" and case.shared else None
+        share = None if logits is None else logits.double().sigmoid().cpu()
+        found = layer.fused(x, routes, dense, logits)
+        error = relative_error(found, layer.reference(x, routes, share))
         assert error < (ERROR if layer.rounding is None else FLOAT8_ERROR), tokens
-        assert torch.equal(found, layer.fused(x, routes, dense)), "the same bits again"
+        assert torch.equal(found, layer.fused(x, routes, dense, logits)), "the same bits again"
 
 
 @runs_kernels

@@ -130,8 +130,6 @@ class FusedExperts(ExpertLayer):
         self.library = dtype == torch.bfloat16 and not self.float8
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
-        if self.act == SILU_GATE:
-            return
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
         if stacks[0][1] == stacks[1][1] > 0:
             (self.up, self.shared), (self.down, _) = stacks
@@ -142,7 +140,11 @@ class FusedExperts(ExpertLayer):
         return (*router, 2, *(sizes.tokens + 1 for sizes in TILES[:-1]), MAX_SHARED + 1)
 
     def __call__(
-        self, x: Tensor, routes: Routes, beside: Callable[[], Tensor] | None = None
+        self,
+        x: Tensor,
+        routes: Routes,
+        beside: Callable[[], Tensor] | None = None,
+        share: Tensor | None = None,
     ) -> Tensor:
         n = len(x)
         if routes.experts.dtype != torch.int32:
@@ -151,9 +153,9 @@ class FusedExperts(ExpertLayer):
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
         if n > MAX_TILES and self.library:
-            return self._many(x, pairs, added)
+            return self._many(x, pairs, added, share)
         each = self._each(x, pairs)
-        return kernels.weighted_sum(each, pairs, self.count, added)
+        return kernels.weighted_sum(each, pairs, self.count, added, share=share)
 
     def _config(self, n: int) -> tuple[Config, Config]:
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
@@ -189,7 +191,7 @@ class FusedExperts(ExpertLayer):
         last = kernels.product(made, self.down, pairs, below, None, self.dtype)
         return last.values
 
-    def _many(self, x: Tensor, pairs: Pairs, added: Tensor | None) -> Tensor:
+    def _many(self, x: Tensor, pairs: Pairs, added: Tensor | None, share: Tensor | None) -> Tensor:
         ids = pairs.routes.experts
         place = sort_pairs(ids, self.count, self.first)
         order = place.order // ids.shape[1]
@@ -199,4 +201,4 @@ class FusedExperts(ExpertLayer):
         made = silu_and_mul(above) if self.act == SILU_GATE else relu_squared_(above.contiguous())
         each = self.grouped(made, self.down.weight, place.ends)
         pairs = pairs._replace(place=place)
-        return kernels.weighted_sum(each, pairs, self.count, added, by_expert=True)
+        return kernels.weighted_sum(each, pairs, self.count, added, by_expert=True, share=share)

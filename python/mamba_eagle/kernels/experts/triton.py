@@ -398,8 +398,10 @@ def _sum_kernel(
     ids,  # [n, TOP_K] int32, read if HELD
     weights,  # [n, TOP_K] float32
     added,  # [n, SIZE], read if ADDS
+    share_logits,  # [n], read if SHARES
     y,  # [n, SIZE]
     first,
+    logit_stride,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -407,6 +409,7 @@ def _sum_kernel(
     HELD: tl.constexpr,
     SORTED: tl.constexpr,
     ADDS: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -414,10 +417,13 @@ def _sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     previous_done(OVERLAP)
-    total = tl.zeros([BLOCK], tl.float32)
+    total, of_shared = tl.zeros([BLOCK], tl.float32), 1.0
+    if SHARES:
+        logit = tl.load(share_logits + token * logit_stride).to(tl.float32)
+        of_shared = 1.0 / (1.0 + tl.exp(-logit))
     for slot in tl.static_range(TOP_K + SHARED):
         place = token * (TOP_K + SHARED) + slot
-        there, share = inside, 1.0
+        there, share = inside, of_shared
         if slot < TOP_K:
             share = tl.load(weights + token * TOP_K + slot)
             if HELD:
@@ -428,17 +434,24 @@ def _sum_kernel(
         made = tl.load(each + place * SIZE + column, mask=there, other=0.0)
         total += made.to(tl.float32) * share
     if ADDS:
-        total += tl.load(added + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        beside = tl.load(added + token * SIZE + column, mask=inside, other=0.0)
+        total += beside.to(tl.float32) * of_shared
     tl.store(y + token * SIZE + column, total, mask=inside)
 
 
 def weighted_sum(
-    each: Tensor, pairs: Pairs, count: int, added: Tensor | None, by_expert: bool = False
+    each: Tensor,
+    pairs: Pairs,
+    count: int,
+    added: Tensor | None,
+    by_expert: bool = False,
+    share: Tensor | None = None,
 ) -> Tensor:
-    """each [pairs, size] -> [n, size]: Σ weights · each, shared experts with weight 1, + added.
+    """each [pairs, size] -> [n, size]: Σ weights · each, with the shared experts, which are among
+    the pairs or ``added`` [n, size].
 
     count: experts of this rank. by_expert: each has the order of ``pairs.place``, and no shared
-    experts.
+    experts. share: [n, 1], logits of the shared experts' weights; None: these are 1.
     """
     routes, shared = pairs.routes, 0 if by_expert else pairs.shared
     (n, top_k), size, device = routes.weights.shape, each.shape[1], each.device
@@ -450,8 +463,10 @@ def weighted_sum(
         routes.experts,
         routes.weights,
         y if added is None else added,
+        y if share is None else share,
         y,
         pairs.first,
+        0 if share is None else share.stride(0),
         SIZE=size,
         COUNT=count,
         TOP_K=top_k,
@@ -459,6 +474,7 @@ def weighted_sum(
         HELD=pairs.held,
         SORTED=by_expert,
         ADDS=added is not None,
+        SHARES=share is not None,
         BLOCK=block,
         OVERLAP=overlap,
         num_warps=2,
