@@ -3,11 +3,9 @@
     PYTHONPATH=python python -m benchmark.kernels.bench_tree_attention --output FILE.jsonl
     … --sweep CONFIGS.jsonl    # first find the Triton kernel's best configurations
 
-The Triton kernel; FlashInfer where it is installed (planned beforehand: planning is not timed, and
-needs lengths that the host does not know while a step is in flight); gathered keys in torch. All of
-them write the new keys and values to the pool. Launches go round the pools of several layers, as in
-bench_tree_verify.py; slots are scattered. ``lanes`` are those of a drafter: three new nodes behind
-nine old ones.
+The Triton kernel, and gathered keys in torch. Both write the new keys and values to the pool.
+Launches go round the pools of several layers, as in bench_tree_verify.py; slots are scattered.
+``lanes`` are those of a drafter: three new nodes behind nine old ones.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, compile_all, g
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.torch.attention import PagedAttention
 from mamba_eagle.bench import results
-from mamba_eagle.devices import flashinfer_usable
 from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.model_config import AttentionConfig
@@ -106,17 +103,8 @@ class Inputs:
         new = self.own[:, self.mode.old :].reshape(-1)
         return self.through(PagedAttention(self.pool, new, read, bias))
 
-    def flashinfer(self) -> list[Launch]:
-        from mamba_eagle.backend.triton.flashinfer import FlashInferTrees
-
-        slots, lengths = list(range(self.batch)), [self.prefix] * self.batch
-        where = (self.table, slots, lengths, self.own, self.ancestors)
-        return self.through(FlashInferTrees(self.pool, *where))
-
     def paths(self, config: Config | None) -> Iterator[tuple[str, list[Launch]]]:
         yield "triton", self.triton(config)
-        if not self.mode.old and flashinfer_usable(self.q.dtype):
-            yield "flashinfer", self.flashinfer()
         yield "torch", self.torch()
 
     @property

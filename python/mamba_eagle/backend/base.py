@@ -32,6 +32,7 @@ from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, St
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
+from mamba_eagle.backend.token_ops import TokenOps
 from mamba_eagle.backend.torch import accept
 from mamba_eagle.backend.torch.attention import (
     CausalAttention,
@@ -42,14 +43,6 @@ from mamba_eagle.backend.torch.attention import (
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
-from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
-from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
-from mamba_eagle.kernels.sampling.torch import count_tokens
-from mamba_eagle.kernels.sampling_noise.torch import gumbel
-from mamba_eagle.kernels.token_mask.torch import mask_logits
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
-from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
-from mamba_eagle.kernels.top_parts.torch import merged, packed
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
@@ -58,7 +51,7 @@ from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 
 
-class Backend:
+class Backend(TokenOps):
     """Operations for a model in ``place`` whose weights and activations are ``dtype``, of any kind,
     in torch."""
 
@@ -199,55 +192,6 @@ class Backend:
         """An empty set of candidates for trees of at most ``depth`` levels. roots: [b] tokens."""
         return Candidates(roots, topk)
 
-    def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
-        """The k best entries of ``log_softmax(logits)``: logits [n, V], any float dtype ->
-        [n, k], log-probabilities in float32."""
-        return top_log_probs(logits, k)
-
-    def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
-        """The k best entries of log_probs [n, V] float32 -> [n, k]."""
-        return TopTokens(*log_probs.topk(k))
-
-    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
-        """The k best guesses of samples whose noise is known, and their log-probabilities given
-        that noise: logits [b, lanes, V'], any float dtype -> [b, lanes, k].
-
-        ids: [V'] int64, the target's token of each; None: V' is V.
-        """
-        columns = slice(None) if ids is None else ids
-        scores = noisy_scores(logits.float(), columns, noise, self.gumbel)
-        best = self.top_log_probs(scores.flatten(0, 1), k)
-        if ids is not None:
-            best = best._replace(tokens=ids[best.tokens])
-        return best.unflatten(logits.shape[:2])
-
-    def top_part(
-        self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
-    ) -> Tensor:
-        """What a rank tells the others of the tokens that it has the logits of, for the k best of
-        all: logits [b, lanes, own V'], any float dtype -> [b·lanes, k + 1] int64.
-
-        first: the number of the first one. ids: [own V'] int64, the target's token of each; None:
-        V' is V. noise: that of ``top_noisy``; None: the logits themselves are ranked.
-        """
-        scores = logits.float()
-        if noise is not None:
-            columns = slice(first, first + logits.shape[2]) if ids is None else ids
-            scores = noisy_scores(scores, columns, noise, self.gumbel)
-        scores = scores.flatten(0, 1)
-        best = self.top_log_probs(scores, min(k, scores.shape[1]))
-        return packed(scores, best, first, k)
-
-    def top_of_parts(
-        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
-    ) -> TopTokens:
-        """As ``top_log_probs`` or ``top_noisy`` of all ranks' tokens, from all results of
-        ``top_part``: [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: of all V' tokens."""
-        best = merged(told)
-        if ids is not None:
-            best = best._replace(tokens=ids[best.tokens])
-        return best.unflatten((told.shape[1] // lanes, lanes))
-
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -292,50 +236,6 @@ class Backend:
         """What drafts for greedy requests in place of the drafter's own loop over depths, with the
         same results; None if nothing does. scheme: of the head's layers."""
         return None
-
-    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-        """-inf for tokens that a grammar forbids, in new memory: logits [n, V], of any
-        dtype that steps have, rows [m] int64, indices of different rows, masks [m, W] int32, a bit
-        per token -> [n, V]."""
-        return mask_logits(logits, rows, masks)
-
-    def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-        """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
-        [n, V] float32."""
-        return gumbel(seed, position, vocab_size)
-
-    # ── sampling ──
-
-    def best_of(self, scores: Tensor) -> Tensor:
-        """The lowest token id with the highest score, NO_TOKEN where that score is not finite or
-        some score is NaN: [..., V] -> [...] int64."""
-        return best_of(scores)
-
-    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
-        """Keys of a rank's best tokens, m for each row: scores [n, own V] of the tokens from
-        ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the
-        scores, which are float32 then, if it is given."""
-        return best_keys(scores, first, noise, self.gumbel)
-
-    def best_tokens(self, keys: Tensor) -> Tensor:
-        """The best token of each row, from the largest over ranks of what ``best_keys`` returns:
-        [n, m] -> [n] int64, negative where none can be sampled."""
-        return best_tokens(keys)
-
-    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
-        """Add the first number[i] of tokens[i] to counts[slots[i]]: counts [R, V] int32, slots and
-        number [b], tokens [b, D]; the host need not know how many."""
-        count_tokens(counts, slots, tokens, number)
-
-    @property
-    def samples_in_kernels(self) -> bool:
-        """Whether ``sample_nodes`` exists. Elsewhere runner/sampler.py does it in torch."""
-        return False
-
-    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
-        """The target's token at every node, without asking the host: logits [b, T, V], any float
-        dtype -> [b, T], negative where none can be sampled."""
-        raise AssertionError("only where samples_in_kernels")
 
 
 def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:

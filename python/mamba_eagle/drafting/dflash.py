@@ -12,7 +12,7 @@ from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.dflash import BlockDraftModel, published_name
 from mamba_eagle.models.dflash_config import block_config
-from mamba_eagle.models.loader import CheckpointError, stored_tensors
+from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.registry import read_as
 
 
@@ -70,10 +70,7 @@ class DFlashSource(FolderSource):
     def make(self, parts: DraftParts) -> Drafter:
         model = self.load(parts)
         assert isinstance(model, BlockDraftModel)
-        try:
-            model.check_tokens()
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+        model.check_tokens(self.path)
         vocabulary = DraftVocabulary(parts.backend, self.columns(parts), model.target_ids())
         trees = self.trees(model, parts.target.own_head, vocabulary)
         return BlockDrafter(model, trees, parts)

@@ -23,7 +23,7 @@ from mamba_eagle.models.eagle3 import (
     tap_layers,
     target_hidden_size,
 )
-from mamba_eagle.models.loader import CheckpointError, stored_tensors
+from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.registry import read_as
 
 
@@ -111,8 +111,5 @@ class EagleThreeSource(FolderSource):
     def make(self, parts: DraftParts) -> Drafter:
         head = self.load(parts)
         assert isinstance(head, Eagle3Head)
-        try:
-            head.check_tokens()
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+        head.check_tokens(self.path)
         return ModelDrafter(EagleThreeNetwork(head, parts.target), self.columns(parts), parts)

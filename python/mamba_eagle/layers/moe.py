@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -218,14 +218,20 @@ def silu_gate(both: Tensor) -> Tensor:
 FUSED = {relu_squared: "relu_squared", silu_gate: "silu_gate"}
 
 
-def rehearsed(experts: Experts, router: Router) -> Iterator[Tensor]:
-    """Tokens in as many numbers as the experts' kernels differ by."""
-    if experts.fused is not None:
-        for tokens in experts.fused.sizes:
-            yield router.weight.new_zeros(tokens, router.weight.shape[1])
+class Mixture(Layer):
+    """What layers with experts share."""
+
+    experts: Experts
+
+    def rehearse(self) -> None:
+        """With tokens in as many numbers as the experts' kernels differ by."""
+        if self.experts.fused is not None:
+            router = next(each for each in self.children() if isinstance(each, Router))
+            for tokens in self.experts.fused.sizes:
+                self.forward(router.weight.new_zeros(tokens, router.weight.shape[1]))
 
 
-class LatentMoE(Layer):
+class LatentMoE(Mixture):
     """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
     the larger models projections to and from a smaller width around the routed experts.
 
@@ -254,10 +260,6 @@ class LatentMoE(Layer):
     def connect(self) -> None:
         self.experts.share(self.shared_experts.up_proj, self.shared_experts.down_proj)
 
-    def rehearse(self) -> None:
-        for hidden in rehearsed(self.experts, self.gate):
-            self.forward(hidden)
-
     def forward(self, hidden: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         routes = self.gate(hidden)
         if self.has_latent:
@@ -269,7 +271,7 @@ class LatentMoE(Layer):
         return routed + self.shared_experts(hidden, ctx)
 
 
-class GatedSharedMoE(Layer):
+class GatedSharedMoE(Mixture):
     """Qwen's layer: gated experts with softmax weights, and one for all tokens, which passes a
     sigmoid gate of its own.
 
@@ -294,10 +296,6 @@ class GatedSharedMoE(Layer):
     def connect(self) -> None:
         self.experts.share(*self.shared_expert.products)
 
-    def rehearse(self) -> None:
-        for hidden in rehearsed(self.experts, self.gate):
-            self.forward(hidden)
-
     def forward(self, hidden: Tensor) -> Tensor:
         routes = self.gate(hidden)
         share = self.shared_expert_gate(hidden)
@@ -307,7 +305,7 @@ class GatedSharedMoE(Layer):
         return self.experts(hidden, routes) + shared
 
 
-class GatedMoE(Layer):
+class GatedMoE(Mixture):
     """Granite's routed experts: gate and up projection in one matrix, softmax weights.
 
     hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts a part of the sum.
@@ -325,10 +323,6 @@ class GatedMoE(Layer):
             silu_gate if act == "silu" else lambda both: gated(both, act_fn),
             config.held,
         )
-
-    def rehearse(self) -> None:
-        for hidden in rehearsed(self.experts, self.router):
-            self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.experts(hidden, self.router(hidden))

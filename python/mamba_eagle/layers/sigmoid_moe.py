@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.moe import Experts, SigmoidRouter, rehearsed, silu_gate
+from mamba_eagle.layers.moe import Experts, Mixture, SigmoidRouter, silu_gate
 from mamba_eagle.model_config import MoEConfig
 
 
-class SigmoidMoE(Layer):
+class SigmoidMoE(Mixture):
     """hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts, and of its part of the
     shared ones, a part of the sum. The router must see equal bits on all ranks."""
 
@@ -24,10 +23,6 @@ class SigmoidMoE(Layer):
         self.has_shared = config.shared_intermediate_size > 0
         if self.has_shared:
             self.shared_experts = GatedMLP(hidden_size, config.shared_intermediate_size)
-
-    def rehearse(self) -> None:
-        for hidden in rehearsed(self.experts, self.gate):
-            self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         routed = self.experts(hidden, self.gate(hidden))

@@ -24,10 +24,8 @@ from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.dflash_config import block_config, held_tokens
-from mamba_eagle.models.draft_vocabulary import check_target_ids
+from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
 from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
-from mamba_eagle.parallel.cut import Cut, rows
-from mamba_eagle.parallel.shard import Shard
 
 # of other tools: the target's own, what only training needs, and what config.json implies
 Head = Callable[[Tensor], Tensor]  # an lm_head
@@ -53,7 +51,7 @@ class BlockLayer(Layer):
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
 
 
-class BlockDraftModel(Layer):
+class BlockDraftModel(DraftVocabularyModel):
     """The rows of a block are its anchor, the last known token, and mask tokens.
 
     A token of the context enters as keys and values only, which every layer computes from the same
@@ -63,7 +61,6 @@ class BlockDraftModel(Layer):
     position, or with ``sample_from_anchor`` the next one.
     """
 
-    d2t: Tensor | None  # [draft_vocab_size] int64: what to add to a draft token; None: nothing
     mask_embedding: nn.Parameter | None  # [hidden_size]: of mask rows, instead of their token's
 
     def __init__(self, config: ModelConfig, stored: Container[str] | None = None) -> None:
@@ -88,9 +85,7 @@ class BlockDraftModel(Layer):
             self.lm_head = Linear(size, held_tokens(config).size)
         masked = "mask_embedding" in stored
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if masked else None
-        mapped = reduced or "d2t" in stored
-        offsets = torch.zeros(block.draft_vocab_size, dtype=torch.int64) if mapped else None
-        self.register_buffer("d2t", offsets)
+        self.map_tokens(block.draft_vocab_size, config.vocab_size, "d2t" in stored)
         self.markov_head = self.confidence_head = None
         if block.markov_rank:
             self.markov_head = MarkovHead(config)
@@ -98,14 +93,10 @@ class BlockDraftModel(Layer):
                 self.confidence_head = ConfidenceHead(config)
         assert config.attention is not None and config.attention.rope is not None
         self.rotary = Rotary(config.attention.rope)
-        self._target_ids: Tensor | None = None
         self._context: _StackedContext | None = None
 
-    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
-        return {"lm_head.weight": rows(shard.span(self.block.draft_vocab_size))}
-
     def prepare(self, ops: LayerOps) -> None:
-        self._target_ids = self.target_ids()
+        super().prepare(ops)
         self._context = _StackedContext([layer.self_attn for layer in self._blocks], ops)
 
     # ── the context ──
@@ -161,25 +152,6 @@ class BlockDraftModel(Layer):
         logits = own(hidden)
         return logits if self.block.logit_scale == 1.0 else logits * self.block.logit_scale
 
-    # ── the vocabulary ──
-
-    def target_ids(self) -> Tensor | None:
-        """The target's token for each draft token, [draft_vocab_size] int64; None if they agree."""
-        if self.d2t is None or self._target_ids is not None:
-            return self._target_ids
-        return torch.arange(self.block.draft_vocab_size, device=self.d2t.device) + self.d2t
-
-    @torch.no_grad()
-    def choose_tokens(self, ids: Tensor) -> None:
-        """Sets the target's tokens that can be drafted. ids [draft_vocab_size], ascending."""
-        assert self.d2t is not None, "a drafter for the whole vocabulary has no choice"
-        self.d2t.copy_(ids - torch.arange(self.block.draft_vocab_size, device=ids.device))
-
-    def check_tokens(self) -> None:
-        """Raises: CheckpointError if ``d2t`` maps a draft token outside of the target's vocabulary,
-        or two of them to the same token."""
-        check_target_ids(self.target_ids(), self.config.vocab_size)
-
     # ── the checkpoint ──
 
     def target(self, name: str) -> Target | None:
@@ -190,14 +162,6 @@ class BlockDraftModel(Layer):
         if name == "confidence_head.proj.weight" and self.confidence_head is None:
             return None
         return Target(name)
-
-    def published_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name. ``t2d`` [vocab_size] bool: the tokens it can draft."""
-        weights = dict(self.state_dict())
-        if (ids := self.target_ids()) is not None:
-            weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-            weights["t2d"][ids.cpu()] = True
-        return weights
 
 
 class _StackedContext:

@@ -19,15 +19,12 @@ from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.draft_vocabulary import check_target_ids
+from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
-from mamba_eagle.parallel.cut import Cut, rows
-from mamba_eagle.parallel.shard import Shard
 
 # optional weights that new heads have; for published heads, the files tell
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
@@ -57,15 +54,13 @@ class Eagle3Layer(Layer):
         return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
 
 
-class Eagle3Head(Layer):
+class Eagle3Head(DraftVocabularyModel):
     """Entry p reads token p and three of the target's hidden states at p-1, and predicts token p+1.
 
     ``fuse`` makes one feature of the three. ``forward`` returns what replaces the feature of the
     next entry while drafting: the layer's output before ``norm``, or after it for some EAGLE 3.1
-    heads. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
+    heads.
     """
-
-    d2t: Tensor | None  # [draft_vocab_size] int64: what to add to a draft token; None: nothing
 
     def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
         """stored: names in the checkpoint, as returned by ``published_name``. An embedding or
@@ -73,7 +68,6 @@ class Eagle3Head(Layer):
         super().__init__()
         size, given = config.hidden_size, target_hidden_size(config)
         self.config = config
-        self.draft_vocab_size = draft_vocab_size(config)
         taps = num_taps(config)
         self.input_norm = self.fc_norm = None  # EAGLE 3.1: norms of the taps, joint or separate
         if enabled(config, "norm_before_fc"):
@@ -84,23 +78,13 @@ class Eagle3Head(Layer):
         self.fc = Linear(taps * given, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.norm_eps)
-        reduced = self.draft_vocab_size != config.vocab_size
+        tokens = draft_vocab_size(config)
         self.embed_tokens = self.lm_head = None
         if "embed_tokens.weight" in stored or size != given:
             self.embed_tokens = Embedding(config.vocab_size, size)
-        if "lm_head.weight" in stored or reduced or size != given:
-            tokens = config.head_tokens or Span(0, self.draft_vocab_size)
-            self.lm_head = Linear(size, tokens.size)
-        mapped = reduced or "d2t" in stored
-        offsets = torch.zeros(self.draft_vocab_size, dtype=torch.int64) if mapped else None
-        self.register_buffer("d2t", offsets)
-        self._target_ids: Tensor | None = None
-
-    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
-        return {"lm_head.weight": rows(shard.span(self.draft_vocab_size))}
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._target_ids = self.target_ids()
+        if "lm_head.weight" in stored or tokens != config.vocab_size or size != given:
+            self.lm_head = Linear(size, (config.head_tokens or Span(0, tokens)).size)
+        self.map_tokens(tokens, config.vocab_size, "d2t" in stored)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's hidden states side by side [n, 3 * its hidden_size] -> [n, hidden_size]."""
@@ -120,35 +104,10 @@ class Eagle3Head(Layer):
         """The results of ``forward``, as ``lm_head`` reads them."""
         return outputs if self.outputs_normed else self.norm(outputs)
 
-    def target_ids(self) -> Tensor | None:
-        """The target's token for each draft token, [draft_vocab_size] int64; None if they agree."""
-        if self.d2t is None or self._target_ids is not None:
-            return self._target_ids
-        return torch.arange(self.draft_vocab_size, device=self.d2t.device) + self.d2t
-
-    @torch.no_grad()
-    def choose_tokens(self, ids: Tensor) -> None:
-        """Sets the target's tokens that the head can draft. ids [draft_vocab_size], ascending."""
-        assert self.d2t is not None, "a head for the whole vocabulary has no choice"
-        self.d2t.copy_(ids - torch.arange(self.draft_vocab_size, device=ids.device))
-
-    def check_tokens(self) -> None:
-        """Raises: CheckpointError if ``d2t`` maps a draft token outside of the target's vocabulary,
-        or two of them to the same token."""
-        check_target_ids(self.target_ids(), self.config.vocab_size)
-
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor goes; t2d is not needed beside d2t."""
         name = published_name(name)
         return None if name == "t2d" else Target(name)
-
-    def published_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name. ``t2d`` [vocab_size] bool: the tokens it can draft."""
-        weights = dict(self.state_dict())
-        if (ids := self.target_ids()) is not None:
-            weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-            weights["t2d"][ids.cpu()] = True
-        return weights
 
 
 def published_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-import msgspec
+from msgspec.structs import replace
 
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
@@ -33,11 +33,8 @@ class Request:
         self.arrival_time = message.arrival_time
         self.prompt_len = len(message.token_ids)
         limit = max(0, min(message.sampling.max_new_tokens, context_length - self.prompt_len))
-        self.sampling = msgspec.structs.replace(
-            message.sampling,
-            max_new_tokens=limit,
-            min_new_tokens=min(message.sampling.min_new_tokens, limit),
-        )
+        least = min(message.sampling.min_new_tokens, limit)
+        self.sampling = replace(message.sampling, max_new_tokens=limit, min_new_tokens=least)
         self.stop_tokens = self.sampling.stop_tokens(eos_token_ids)
         self.return_logprob = message.return_logprob
         self.top_logprobs = message.top_logprobs
@@ -165,8 +162,7 @@ class Request:
         if self.num_output == 0:
             self.cached_tokens = held.hit.position
         if self.queue_time < 0:
-            waited = time.time() - self.arrival_time if self.arrival_time else 0.0
-            self.queue_time = max(0.0, waited)
+            self.queue_time = max(0.0, time.time() - (self.arrival_time or time.time()))
 
     def start_again(self) -> None:
         """Retracted and released: back to the queue; the output so far is prefilled again."""

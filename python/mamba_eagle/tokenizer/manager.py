@@ -26,6 +26,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
+from mamba_eagle.tokenizer.inbox import Inbox
 from mamba_eagle.tokenizer.live import LiveSamples
 from mamba_eagle.tokenizer.observer import Observer
 from mamba_eagle.tokenizer.outbox import SAMPLES_PER_TURN, TURN_SECONDS, Outbox
@@ -59,7 +60,6 @@ class TokenizerManager:
         self.tokenizer: TextTokenizer | None = None  # set when loaded; None: token ids only
         self.weight_version = DEFAULT_VERSION  # of those that requests run with now
         self.dead: str | None = None  # why no request can be served any more
-        self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
         self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -68,10 +68,7 @@ class TokenizerManager:
         self._outbox = Outbox(self._sender)
         self.ask = Questions(self._sender, recorder)
         self._tasks: set[asyncio.Task[Any]] = set()
-        # The file descriptor tells of a change, not of a state: each wake must read all there is.
-        self._next_turn: asyncio.Handle | None = None  # of receiving
-        self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
-        self._loop.call_soon(self._receive_all)
+        self._inbox = Inbox(Receiver(context, socket_dir, "to_server"), self._receive)
 
     @property
     def engine(self) -> Ready:
@@ -89,10 +86,7 @@ class TokenizerManager:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._loop.remove_reader(self._receiver.socket.FD)
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-        self._receiver.close()
+        self._inbox.close()
         self._sender.close()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
@@ -206,26 +200,18 @@ class TokenizerManager:
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────
 
-    def _receive_all(self) -> None:
-        """Or as much as one turn of the event loop may take: the others follow in the next."""
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-        until = time.monotonic() + TURN_SECONDS
-        while (item := self._receiver.receive(timeout_ms=0)) is not None:
-            if isinstance(item, Outputs):
-                now = time.time()
-                for output in item.outputs:
-                    sample = self._live.get(output.rid)
-                    if sample is not None:  # else it came after the end
-                        self._take(sample, output, now)
-            elif isinstance(item, Ready):
-                if not self.ready.done():
-                    self.ready.set_result(item)
-            else:
-                self.ask.answer(item)
-            if time.monotonic() > until:
-                self._next_turn = self._loop.call_soon(self._receive_all)
-                return
+    def _receive(self, item: ToServer) -> None:
+        if isinstance(item, Outputs):
+            now = time.time()
+            for output in item.outputs:
+                sample = self._live.get(output.rid)
+                if sample is not None:  # else it came after the end
+                    self._take(sample, output, now)
+        elif isinstance(item, Ready):
+            if not self.ready.done():
+                self.ready.set_result(item)
+        else:
+            self.ask.answer(item)
 
     def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
         try:

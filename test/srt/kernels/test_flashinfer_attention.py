@@ -81,15 +81,11 @@ class PlainWrapper:
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
         keys, values = (part.flatten(0, 1) for part in cache)  # pages of one token
         assert (q.shape[1], keys.shape[1], keys.shape[2]) == self.heads
-        mask, used = self.options["custom_mask"], 0
+        assert self.options["causal"]
         spans = zip(self.queries, self.queries[1:], self.keys, self.keys[1:])
         for first, end, first_key, end_key in spans:
             T, S = end - first, end_key - first_key
-            if mask is None:
-                assert self.options["causal"]
-                seen = torch.ones(T, S, dtype=torch.bool).tril(S - T)
-            else:
-                seen, used = mask[used : used + T * S].view(T, S), used + T * S
+            seen = torch.ones(T, S, dtype=torch.bool).tril(S - T)
             at = self.read[first_key:end_key]
             scale = self.options["sm_scale"]
             inputs = (part[None] for part in (q[first:end], keys[at], values[at], seen))
@@ -158,31 +154,6 @@ def check_prompts(inputs: Inputs) -> None:
     assert torch.equal(ours.k, reference.k) and torch.equal(ours.v, reference.v)
 
 
-def check_trees(inputs: Inputs, T: int) -> None:
-    from mamba_eagle.backend.triton.flashinfer import FlashInferTrees
-
-    slots, prefix = [3, 1], [50, 9]
-    seen = torch.ones(T, T, dtype=torch.bool).tril()
-    if T > 3:
-        seen[3:, 2] = False  # a branch
-    ancestors = torch.stack([seen, seen & (torch.arange(T) != 1) | torch.eye(T).bool()])
-    ancestors = ancestors.to(inputs.table.device)
-    own = inputs.spare[: 2 * T].view(2, T)
-    q, k, v = inputs.tokens(2 * T)
-    ours, reference = inputs.pools
-    trees = FlashInferTrees(ours, inputs.table, slots, prefix, own, ancestors)
-    found = trees.attend(inputs.layer, q, k, v)
-    reference.write(inputs.layer.index, own.reshape(-1), k, v)
-    for i, (slot, length) in enumerate(zip(slots, prefix)):
-        read = torch.cat([inputs.table[slot, :length], own[i]])[None]
-        before = ancestors.new_ones(T, length)
-        mask = torch.cat([before, ancestors[i]], dim=1)[None]
-        new = slice(i * T, i * T + T)
-        keys, values = reference.read(inputs.layer.index, read)
-        wanted = masked_attention(q[new][None], keys, values, mask, inputs.layer.scale)
-        assert_close(found[new], wanted[0])
-
-
 def assert_close(found: Tensor, wanted: Tensor) -> None:
     error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
     assert error < (1e-5 if wanted.dtype == torch.float32 else 1e-2)
@@ -246,13 +217,6 @@ def test_prompts_without_a_plan_take_the_torch_path(
     check_prompts(Inputs("cpu", torch.float32, ATTENTION))
 
 
-@pytest.mark.parametrize("nodes", [1, 6])
-def test_trees_are_planned_as_masks_over_prefix_and_nodes(
-    plain_flashinfer: None, nodes: int
-) -> None:
-    check_trees(Inputs("cpu", torch.float32, ATTENTION), nodes)
-
-
 def test_other_head_sizes_take_the_torch_path(plain_flashinfer: None) -> None:
     inputs = Inputs("cpu", torch.float32, replace(ATTENTION, head_dim=80))
     found = prompt_attention(inputs.pools[0], inputs.table)
@@ -266,5 +230,3 @@ def test_flashinfer_gives_what_torch_gives(dtype: torch.dtype, head_dim: int) ->
     pytest.importorskip("flashinfer")
     attention = replace(ATTENTION, head_dim=head_dim)
     check_prompts(Inputs("cuda", dtype, attention))
-    check_trees(Inputs("cuda", dtype, attention), 1)
-    check_trees(Inputs("cuda", dtype, attention), 16)

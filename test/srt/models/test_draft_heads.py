@@ -276,4 +276,4 @@ def test_a_token_map_that_leads_astray_is_refused(
     head = Eagle3Head(read_as("eagle3", folder))
     load_weights(head, folder)
     with pytest.raises(CheckpointError, match=words):
-        head.check_tokens()
+        head.check_tokens("a head")

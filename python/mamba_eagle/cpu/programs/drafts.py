@@ -24,7 +24,8 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import Builder, is_called, multiplies, residuals_of, width_of
+from mamba_eagle.cpu.programs.layers import Builder, residuals_of
+from mamba_eagle.cpu.programs.products import is_called, multiplies, width_of
 from mamba_eagle.cpu.spans import drafts as spans
 from mamba_eagle.cpu.team import Series
 from mamba_eagle.layers.layer import Residual

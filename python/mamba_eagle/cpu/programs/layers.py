@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -20,16 +20,12 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.cpu.ops import tree_verify as cpu
-from mamba_eagle.cpu.products import amx as cpu_tiles
-from mamba_eagle.cpu.products import grouped
-from mamba_eagle.cpu.products.packed import GroupedProduct, OwnProduct, TileProduct
-from mamba_eagle.cpu.programs.calls import Call, Scratch, program_of
+from mamba_eagle.cpu.programs.calls import Call, program_of
+from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
-from mamba_eagle.cpu.spans.adapters import ADD
 from mamba_eagle.cpu.team import Program
 from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.layers.adapters import slots_of_rows
@@ -63,7 +59,7 @@ class Columns(NamedTuple):
         call.lies(projected=projected, raw=raw)
 
 
-class Builder:
+class Builder(Calls):
     """Collects the calls of neighbouring residual layers."""
 
     def __init__(
@@ -73,9 +69,8 @@ class Builder:
         pool: KVPool | None,
         row_slots: abi.RowSlots | None = None,
     ) -> None:
-        """row_slots: those of passes whose rows have adapters; None: none has."""
-        self.frame, self.scheme, self.pool, self.row_slots = frame, scheme, pool, row_slots
-        self.scratch, self.calls = Scratch(), []  # type: ignore[var-annotated]
+        super().__init__(frame, row_slots)
+        self.scheme, self.pool = scheme, pool
 
     def add(self, layer: Residual) -> None:
         body = layer.body
@@ -102,26 +97,6 @@ class Builder:
         own = abi.Residual(size=size, columns=width, scale=layer.scale)
         self.call(spans.RESIDUAL, own, work_per_row=size // 8).lies(made=made)
 
-    def call(self, kernel: SpanKernel, block: Any, **columns: int) -> Call:
-        """One whose units are rows, and whose block names the frame."""
-        block.frame = self.frame.address
-        call = Call(kernel, block, **{"units_per_row": 1} | columns)
-        self.calls.append(call)
-        return call
-
-    def rounded(self, call: Call, reader: Linear) -> None:
-        """What a call rounds, and its float32 result: what ``reader`` reads."""
-        size = reader.weight.shape[1]
-        self.scratch.want("inputs", size * 4)
-        if isinstance(reader.packed, GroupedProduct):
-            self.scratch.want("rounded", size + size // grouped.GROUP * 8)
-            lies_rounded(call, call.block.rounded, size)
-        elif isinstance(reader.packed, TileProduct):
-            # tiles have the parts of several rows
-            each = -(-cpu_tiles.parts_bytes(cpu_tiles.TILE_ROWS, size) // cpu_tiles.TILE_ROWS)
-            self.scratch.want(PARTS, each, spare=cpu_tiles.TILE_ROWS)
-            call.lies(call.block.rounded, numbers=PARTS)
-
     def _norm(self, layer: Residual, reader: Linear) -> None:
         size, norm = layer.norm.weight.shape[0], layer.norm
         own = abi.Norm(size=size, eps=norm.eps)
@@ -136,44 +111,6 @@ class Builder:
         call = self.call(kernel, own, work_per_row=size * NS_PER_NUMBER)
         call.lies(above="wide", out="inputs")
         self.rounded(call, below)
-
-    def product(self, layer: Linear, x: str, y: str) -> int:
-        """Returns the columns of its result, y in the scratch."""
-        packed = layer.packed
-        assert isinstance(packed, OwnProduct)
-        product = packed.product
-        self.scratch.want(y, product.width * 4)
-        kind = type(product.call.arguments)
-        own = kind.from_buffer_copy(product.call.arguments)
-        call = Call(
-            product.call.kernel, own, units=product.count, rows_at=own.address + kind.rows.offset,
-            work=product.read_ns,
-            work_per_row=product.inputs * product.width // product.per_ns,
-        )  # fmt: skip
-        call.lies(y=y)
-        if isinstance(product, grouped.Product):
-            lies_rounded(call, own, product.inputs)
-        else:
-            call.lies(x=PARTS if isinstance(product, cpu_tiles.Product) else x)
-        call.kept.append(packed)
-        self.calls.append(call)
-        for added in layer.additions if self.row_slots is not None else ():
-            self._add(cast(CpuAddition, added), x, y, product.width)
-        return product.width
-
-    def _add(self, added: CpuAddition, x: str, y: str, width: int) -> None:
-        """To a product's result, of the same float32 inputs."""
-        assert self.row_slots is not None
-        self.scratch.want("small", added.size.rank * 4)
-        own = abi.Addition.from_buffer_copy(added.block)
-        own.assign(row_slots=self.row_slots.address, width=width)
-        call = Call(
-            ADD, own, units_per_row=1, rows_at=own.address + abi.Addition.rows.offset,
-            work_per_row=added.work_per_row,
-        )  # fmt: skip
-        call.lies(x=x, y=y, small="small")
-        call.kept.append(added)
-        self.calls.append(call)
 
     def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
         size, norm = mixer.config.inner_size, mixer.norm
@@ -291,14 +228,6 @@ class Builder:
         call.lies(
             seen_C="C", seen_rows="seen rows", seen_order="order", seen_kept="kept", out="y"
         )  # fmt: skip
-
-
-def lies_rounded(call: Call, block: Any, size: int) -> None:
-    """Numbers, scale and total of rounded rows of ``size`` inputs."""
-    groups = size // grouped.GROUP * 4
-    call.lies(block, numbers="rounded")
-    call.lies(block, before=size, scale="rounded")
-    call.lies(block, before=size + groups, total="rounded")
 
 
 class FusedRun:
@@ -492,23 +421,3 @@ def has_delta_program(mixer: GatedDeltaNet) -> bool:
         return False
     alike = type(parts.channels.packed) is type(parts.gates.packed)
     return alike and all(multiplies(each) for each in (parts.channels, parts.gates, parts.out))
-
-
-def multiplies(layer: Linear) -> bool:
-    """Whether a program can call its product, and that is all of it."""
-    return layer.bias is None and is_called(layer)
-
-
-def is_called(layer: Linear) -> bool:
-    """Whether a program can call its product."""
-    return isinstance(layer.packed, OwnProduct)
-
-
-def takes_prepared_inputs(layer: Linear) -> bool:
-    """Whether its product reads what the call before made of its inputs, not float32."""
-    return isinstance(layer.packed, (TileProduct, GroupedProduct))
-
-
-def width_of(layer: Linear) -> int:
-    """Columns of a product's result, padding included."""
-    return cast(Any, layer.packed).product.width

@@ -22,14 +22,8 @@ from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import (
-    Builder,
-    multiplies,
-    residuals_of,
-    rotate,
-    takes_prepared_inputs,
-    width_of,
-)
+from mamba_eagle.cpu.programs.layers import Builder, residuals_of, rotate
+from mamba_eagle.cpu.programs.products import multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
 from mamba_eagle.cpu.weights import Mixer

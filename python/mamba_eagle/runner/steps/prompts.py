@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
-from mamba_eagle.backend.place import Numbers, Place
+from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
+from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, prompt_of, start_finished
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
@@ -166,6 +166,7 @@ class PromptRunner:
         self.journals = journals
         self.pooling = Pooling(step.model.config.hidden_size)
         self.place = step.backend.place
+        self._indices = self.place.to_device
         # by request slot: the position that output must not reach; a retracted request may have
         # generated some of its output before
         self.budget_end = [0] * step.table.processed.shape[0]
@@ -277,9 +278,6 @@ class PromptRunner:
             self.step.drafter.observe_prefill([piece], tokens, features, nothing)
         return msgspec.structs.replace(item, first=None)
 
-    def _indices(self, values: Numbers) -> Tensor:
-        return self.place.to_device(values)
-
     def _admit(self, item: PrefillItem) -> None:
         """Enter the chunk's KV slots into the request table, and at the first chunk everything else
         about the request."""
@@ -307,12 +305,11 @@ class PromptRunner:
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
         """Store the features of the tokens after which states are kept. features [n, F]."""
-        kept = []
-        for part in parts:
-            item = part.item
-            saves = [(save.position - item.start, save.state_slot) for save in item.saves]
-            saves.append((part.length, item.state_slot))
-            kept += [(state_slot, part.first + length - 1) for length, state_slot in saves]
+        kept = [
+            (state_slot, part.first + length - 1)
+            for part in parts
+            for length, state_slot in prompt_of(part).saves
+        ]
         state_slots, ends = self._indices(list(zip(*kept)))
         self.pool.feature[state_slots] = features[ends].to(self.pool.feature.dtype)
 
@@ -332,7 +329,6 @@ class PromptRunner:
         device_slots, positions, budget, last_tokens = self._indices([slots, ends, left, last])
         last_features = features[last_tokens]
         logits = self.step.model.step_logits(last_features)
-        chooser = self.step.chooser
         sampled, marks = self.step.choice.choose(Scored(slots, logits[:, None], positions[:, None]))
         sampled = sampled[:, 0]
         is_token = sampled != NO_TOKEN
@@ -354,7 +350,7 @@ class PromptRunner:
         for i, part in enumerate(parts):
             if table.wants_logprobs[part.item.slot]:
                 pending.first_logprobs[i] = output_logprobs(
-                    chooser, table, part.item.slot, logits[i : i + 1], tokens[i : i + 1]
+                    self.step.chooser, table, part.item.slot, logits[i : i + 1], tokens[i : i + 1]
                 )
 
 
