@@ -105,7 +105,7 @@ class RuledMatcher:
     def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
         self._inner.unsafe_compute_mask_ptr(address, num_bytes)
         words = (ctypes.c_uint32 * (num_bytes // 4)).from_address(address)
-        self._rules.restrict(np.frombuffer(words, dtype=np.uint32), self._taken)
+        self._rules.restrict(np.ctypeslib.as_array(words), self._taken)
 
 
 Matcher = LLMatcher | RuledMatcher | AnyTokens

@@ -127,13 +127,15 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
     def max_tokens(length: int) -> int:
         # As with OpenAI, a chat without a limit goes on until the model stops.
         given = getattr(body, body.length_name)
-        return fitting_output(n, wanted, state.context_length - length) if given is None else given
+        tops = [top for top in (wanted, body.prompt_logprobs) if top is not None]
+        room = state.context_length - length
+        return fitting_output(n, max(tops, default=None), room) if given is None else given
 
     job = make_job(
         body,
         state,
         "chatcmpl",
-        [state.prompts.check(ids, "messages")],
+        [state.prompts.keeping(body.truncate_prompt_tokens).check(ids, "messages")],
         max_tokens,
         wanted,
         [],

@@ -43,6 +43,9 @@ class ChatChoice(Choice):
             message["content"] = ""
         return self._choice(message=message, logprobs=self._new_logprobs())
 
+    def of_reply(self) -> dict[str, Any]:
+        return self.prompt_logprobs()
+
     def pieces(self) -> Iterator[dict[str, Any]]:
         # taken first: the meta_info of a sample that has ended takes what is left of it
         new, logprobs = self._new_pieces(), self._new_logprobs()
@@ -84,7 +87,8 @@ class ChatChoice(Choice):
 
     def _entry(self, item: TokenLogprob) -> dict[str, Any]:
         entry = self._token(item.token_id, item.logprob)
-        entry["top_logprobs"] = [self._token(token, logprob) for logprob, token in item.top]
+        best = item.top[: self.job.logprobs]
+        entry["top_logprobs"] = [self._token(token, logprob) for logprob, token in best]
         return entry
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
