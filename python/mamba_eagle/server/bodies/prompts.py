@@ -32,7 +32,7 @@ class PromptReader:
         self._keep: int | None = None
 
     def keeping(self, last: int | None) -> PromptReader:
-        """One that takes the last so many tokens of each prompt; -1: as many as fit; None: all."""
+        """One that takes only the last tokens of each prompt; -1: as many as fit; None: all."""
         other = copy(self)
         other._keep = self.max_prompt if last == -1 else last
         return other

@@ -60,10 +60,10 @@ class OpenAIBody(Common, Sampled, Formatted):
     return_meta_info: Flag = says("each choice has /generate's meta_info", False)
     return_spec_trace: Flag = says("the tree of each step", False)
     prompt_logprobs: Annotated[int | None, TOP] = says(
-        "logprobs of the prompt, and so many best tokens beside each; not of streams"
+        "logprobs of the prompt, and this many best tokens beside each; not of streams"
     )
     truncate_prompt_tokens: Annotated[int | None, LAST] = says(
-        "no more than the prompt's last so many tokens; -1: as many as fit"
+        "at most this many tokens, the prompt's last; -1: as many as fit"
     )
 
     @property

@@ -35,7 +35,7 @@ class Choice(ABC):
 
     @property
     def mean_logprob(self) -> float:
-        """Of the output's tokens, as far as they were asked for."""
+        """Of the output; 0 unless logprobs were asked for."""
         return self._total / max(1, len(self.sample.output_ids))
 
     def prompt_logprobs(self) -> dict[str, Any]:
