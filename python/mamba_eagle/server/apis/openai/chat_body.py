@@ -53,15 +53,17 @@ def _documents(value: Any) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How the samples of a chat are read. ``family`` None: all is content."""
+    """How the samples of a chat are read. ``family`` None: all is content. ``is_live``: calls come
+    in pieces."""
 
     family: Family | None = None
     prefix: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     max_calls: int | None = None
+    is_live: bool = False
 
     def parser(self) -> OutputParser:
-        return make_parser(self.family, self.prefix, self.tools, self.max_calls)
+        return make_parser(self.family, self.prefix, self.tools, self.max_calls, self.is_live)
 
 
 @dataclass(kw_only=True)
@@ -120,7 +122,7 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
     if body.logprobs:
         wanted = TOP.take(0 if body.top_logprobs is None else body.top_logprobs, "top_logprobs")
     tools, chat, text = render_chat(body, state)
-    form = _form(body.separate_reasoning, state.chat, tools, chat, text)
+    form = _form(body, state.chat, tools, chat, text)
     # The template writes the special tokens itself.
     (ids,) = state.prompts.encode([text], ["messages"], False)
 
@@ -238,14 +240,15 @@ def _thinking(enabled: bool) -> dict[str, Any]:
 
 
 def _form(
-    separate: bool, format: ChatFormat, tools: Tools | None, chat: Chat, prompt: str
+    body: ChatBody, format: ChatFormat, tools: Tools | None, chat: Chat, prompt: str
 ) -> OutputForm:
     calls = tools is not None and tools.may_call
-    family = format.reader(calls, separate)
+    family = format.reader(calls, body.separate_reasoning)
     answers = chat.add_generation_prompt or chat.continue_final_message
     return OutputForm(
         family,
         format.prefix(prompt) if answers else "",
         readable_tools(chat.tools or ()) if calls else (),
         1 if tools is not None and not tools.parallel else None,
+        body.stream,
     )
