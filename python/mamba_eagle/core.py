@@ -151,6 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: Annotated[list[str], Parameter("strings that end the output")] = []
     stop_token_ids: Annotated[list[int], Parameter("tokens that end the output")] = []
     ignore_eos: Annotated[bool, Parameter("go on after the model's end")] = False
+    allowed_token_ids: Annotated[list[int], Parameter("no other tokens may come")] = []
     logit_bias: Annotated[dict[int, float], Parameter("token ids, added to their logits")] = {}
     seed: Annotated[int, SEED] = 0
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
@@ -158,6 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_stop_trim: Annotated[bool, Parameter("keep what ended the output")] = False
     # what the output may be, as llguidance reads it (constrain/grammar.py); "": anything
     grammar: str = ""
+    bad_word_ids: list[list[int]] = []  # sequences of tokens that no output has
 
     def problems(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> list[Problem]:
         """Every invalid value, with field, value and remedy; [] if all are valid."""
@@ -185,6 +187,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not all(0 <= token <= last for token in self.stop_token_ids):
             remedy = f"each must be between 0 and {last}"
             yield Problem("stop_token_ids", self.stop_token_ids, remedy)
+        if not all(0 <= token <= last for token in self.allowed_token_ids):
+            remedy = f"each must be between 0 and {last}"
+            yield Problem("allowed_token_ids", self.allowed_token_ids, remedy)
+        banned = {ids[0] for ids in self.bad_word_ids if len(ids) == 1}
+        if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
+            remedy = "bad_words forbid each of them: allow others"
+            yield Problem("allowed_token_ids", self.allowed_token_ids, remedy)
         bias = self.logit_bias
         if not all(0 <= token <= last for token in bias):
             yield Problem("logit_bias", bias, f"each token id must be between 0 and {last}")
@@ -211,6 +220,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
+    def has_token_rules(self) -> bool:
+        return bool(self.allowed_token_ids or self.bad_word_ids)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether masks say at each node which tokens may follow."""
+        return bool(self.grammar) or self.has_token_rules
+
+    @property
     def needs_history(self) -> bool:
         """Whether a token's probability depends on how often it has occurred in the request."""
         return any(getattr(self, name) != getattr(NEUTRAL, name) for name in PENALTIES)
@@ -219,7 +237,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def reads_history(self) -> bool:
         """Whether the runner must know all tokens of a request, those that it finds cached, too:
         penalties count them, and a retracted request's grammar has to take its output in again."""
-        return self.needs_history or bool(self.grammar)
+        return self.needs_history or self.is_constrained
 
     def stop_tokens(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
         """The tokens that end a request: its own, and the model's unless ``ignore_eos`` is set.

@@ -174,6 +174,7 @@ class RequestTable:
         self.stop_tokens = torch.full((R, max_stops), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
+        self.token_ids_logprob: list[list[int]] = [[]] * R
         self.logprob_temperature = [1.0] * R
         self.wants_trace = [False] * R
 

@@ -126,11 +126,12 @@ def make_parser(
     prefix: str = "",
     tools: Sequence[Mapping[str, Any]] = (),
     max_calls: int | None = None,
+    is_live: bool = False,
 ) -> OutputParser:
     """For one sample; see ``FamilyParser``."""
     if family is None:
         return PlainParser()
-    return FamilyParser(family, prefix, tools, max_calls)
+    return FamilyParser(family, prefix, tools, max_calls, is_live)
 
 
 def reasoning_is(family: Family | None, prefix: str) -> str:

@@ -20,6 +20,8 @@ from importlib.metadata import version
 from typing import Any
 
 from mamba_eagle.chat.family import CALLS, CONTENT, REASONING, CallForm, Family
+from mamba_eagle.chat.live_calls import CallPiece, JsonCalls, LiveCalls, TagCalls, ToolCall
+from mamba_eagle.chat.schema import tool_properties
 
 log = logging.getLogger("mamba_eagle.chat")
 
@@ -52,15 +54,7 @@ class TextPiece:
     text: str
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A whole call; ``arguments`` is an object as JSON."""
-
-    name: str
-    arguments: str
-
-
-Piece = TextPiece | ToolCall
+Piece = TextPiece | CallPiece
 
 
 class OutputParser(ABC):
@@ -112,7 +106,8 @@ class _Text:
 
 class FamilyParser(OutputParser):
     """By a family's response template. ``prefix``: what of the assistant's message the prompt
-    already has; it decides where the output begins and is not part of the reply."""
+    already has; it decides where the output begins and is not part of the reply. is_live: calls
+    come in pieces while they are written, not when they are whole."""
 
     def __init__(
         self,
@@ -120,9 +115,13 @@ class FamilyParser(OutputParser):
         prefix: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         max_calls: int | None = None,
+        is_live: bool = False,
     ) -> None:
         self._form = _form(_key(family))
         self._tools = list(tools)
+        self._properties = tool_properties(tools)
+        self._is_live = is_live
+        self._live: LiveCalls | None = None
         self._calls_form = family.calls
         self._calls_left = max_calls
         self._all = prefix
@@ -153,7 +152,7 @@ class FamilyParser(OutputParser):
         except Exception:  # a checkpoint's own template may be wrong in any way
             log.exception("the response template failed; the rest of the output stays text")
             self._broken = True
-            return self._texts[CONTENT].take(self._all[self._at :])
+            return [*self._end_live(False), *self._texts[CONTENT].take(self._all[self._at :])]
 
     def finish(self) -> list[Piece]:
         if self._broken:
@@ -171,6 +170,9 @@ class FamilyParser(OutputParser):
                 self._at += len(event["text"])
                 if field in self._texts:
                     pieces += self._texts[field].take(event["text"])
+                elif self._live is not None:
+                    live = self._live.feed(event["text"])
+                    pieces += live if self._is_live else ()
             else:
                 pieces += self._close(event["field"], field, ending)
         return pieces
@@ -180,6 +182,26 @@ class FamilyParser(OutputParser):
         if opening := self._form.opens.get(name):
             match = opening.match(self._all, self._at)
             self._at = match.end() if match else self._at
+        if field == CALLS and self._begin >= self._new_from and self._calls_form is not None:
+            self._live = self._follow(self._all[self._begin : self._at], self._calls_form)
+
+    def _follow(self, opening: str, form: CallForm) -> LiveCalls | None:
+        if form.arguments == "json":
+            return JsonCalls(self._properties, self._calls_left)
+        match = self._form.opens[CALLS].match(opening)
+        if match is None or "name" not in match.groupdict():
+            return None
+
+        def read(argument: str) -> dict[str, Any] | None:
+            calls = read_calls(self._form.one_call, opening + argument + form.end, self._tools)
+            return json.loads(calls[0].arguments) if calls else None
+
+        return TagCalls(self._properties, self._calls_left, match["name"].strip(), form, read)
+
+    def _end_live(self, is_right: bool) -> list[CallPiece]:
+        """The end of calls that were given out in pieces."""
+        live, self._live = self._live, None
+        return live.close(is_right) if live is not None and self._is_live else []
 
     def _close(self, name: str, field: str, ending: bool) -> list[Piece]:
         closing = self._form.closes.get(name)
@@ -189,18 +211,23 @@ class FamilyParser(OutputParser):
         if field != CALLS or self._at <= self._new_from:
             return []
         if ending and closing and match is None:
-            return []  # cut off
+            return [*self._end_live(False)]  # cut off
         region = self._all[self._begin : self._at]
         calls = None
         if not leaves_open(region, self._calls_form):
             calls = read_calls(self._form.one_call, region, self._tools)
+        live = self._live
+        ends = self._end_live(calls is not None)
+        if calls is None and self._is_live and live is not None and live.calls:
+            return [*ends]
         if calls is None:
             begin = max(self._begin, self._new_from)
             return self._texts[CONTENT].take(self._all[begin : self._at])
         if self._calls_left is not None:
             calls = calls[: self._calls_left]
             self._calls_left -= len(calls)
-        return list(calls)
+        told = live.calls if live is not None else []
+        return [*ends, *calls[len(told) :]] if self._is_live else [*told, *calls[len(told) :]]
 
 
 # ── templates, prepared ──────────────────────────────────────────────────────────────────────

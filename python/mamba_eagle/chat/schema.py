@@ -132,6 +132,12 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
+def tool_properties(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The arguments' schemas of each tool, by its name."""
+    functions = [tool["function"] for tool in tools]
+    return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
+
+
 def readable_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tools as the reader of calls in tags wants them: each argument says its types itself."""
     return [{**tool, "function": _readable(tool["function"])} for tool in tools]

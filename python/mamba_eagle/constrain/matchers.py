@@ -54,8 +54,8 @@ class Matchers:
             wait([self._vocabulary])
 
     def start(self, params: SamplingParams) -> RequestGrammar:
-        """At the start of ``params.grammar``, which is compiled meanwhile."""
-        base = self.compile(params.grammar)
+        """At the start of ``params.grammar``, which is compiled meanwhile, or of its rules."""
+        base = self.compile(params.grammar) if params.grammar else None
 
         def spoiled() -> None:
             # Its lexer is shared, may be large, and has an error that it never leaves.

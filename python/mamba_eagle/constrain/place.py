@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,3 +35,17 @@ class Place:
             tokens.append(place.token)
             place = place.above
         return tokens[::-1]
+
+
+def is_allowed(mask: Row, token: int) -> bool:
+    """Whether a mask has a token."""
+    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def bits(tokens: Iterable[int], words: int) -> Row:
+    """A mask of these tokens alone."""
+    row = np.zeros(words, dtype=np.uint32)
+    for token in tokens:
+        if 0 <= token < 32 * words:
+            row[token >> 5] |= np.uint32(1 << (token & 31))
+    return row

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 from llguidance import LLMatcher
 
-from mamba_eagle.constrain.place import FREE, UNKNOWN, Place, Row
+from mamba_eagle.constrain.place import FREE, UNKNOWN, Place, Row, bits, is_allowed
+from mamba_eagle.constrain.token_rules import AnyTokens, Matcher, RuledMatcher, TokenRules
 from mamba_eagle.constrain.vocabulary import NoVocabulary, own_words
 from mamba_eagle.core import SamplingParams
 
@@ -30,14 +31,15 @@ class RequestGrammar:
 
     def __init__(
         self,
-        base: Future[LLMatcher],
+        base: Future[LLMatcher] | None,
         params: SamplingParams,
         eos: Sequence[int],
         words: int,
         spoiled: Callable[[], None],
     ) -> None:
-        """base: a matcher at the start of the grammar, which is copied when it is there. words: of
-        a mask. spoiled: called when the grammar fails."""
+        """base: a matcher at the start of the grammar, which is copied when it is there; None: the
+        request has rules of tokens alone. words: of a mask. spoiled: called when the grammar
+        fails."""
         self._base, self._words, self._spoiled = base, words, spoiled
         self.output: list[int] = []  # tokens taken in
         self.root = Place(None, -1, 0)  # behind the output
@@ -46,25 +48,29 @@ class RequestGrammar:
         # whether the grammar refused or forced any token that the last step asked about
         self.narrow = self._seen_narrow = True
         self._stops = frozenset(params.stop_tokens(tuple(eos)))
-        self._ends = self._stops | frozenset(eos)
         self._min_new_tokens = params.min_new_tokens
-        self._not_early = _bits(self._stops, words) if params.min_new_tokens else None
-        self._never = _bits(eos, words) if params.ignore_eos else None
+        self._not_early = bits(self._stops, words) if params.min_new_tokens else None
+        self._never = bits(eos, words) if params.ignore_eos and params.grammar else None
+        self._rules = TokenRules(params, words) if params.has_token_rules else None
 
     @cached_property
-    def _matcher(self) -> LLMatcher | None:
+    def _matcher(self) -> Matcher | None:
         """Waits until the grammar is compiled; None if that failed."""
         try:
-            base = self._base.result()
+            base = self._start()
         except NoVocabulary as error:
             self._fail(str(error))
             return None
         if base.is_error():
             self._fail(base.get_error())
             return None
-        matcher = base.deep_copy()
-        self._take_in(matcher, self.output)
-        return matcher
+        self._take_in(base, self.output)
+        return base
+
+    def _start(self) -> Matcher:
+        """Another one at the start. Raises: NoVocabulary"""
+        start = AnyTokens() if self._base is None else self._base.result().deep_copy()
+        return start if self._rules is None else RuledMatcher(start, self._rules)
 
     def _fail(self, message: str) -> None:
         self.problem = own_words(message)
@@ -93,14 +99,14 @@ class RequestGrammar:
         place.above = None
         self.root = self._here = place
 
-    def _take_in(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+    def _take_in(self, matcher: Matcher, tokens: Sequence[int]) -> None:
         taken = matcher.try_consume_tokens(list(tokens))
         # the end token behind a finished grammar is not taken: with it the request has ended
         if taken < len(tokens) and tokens[taken] not in self._stops:
             reason = f"it does not go on with token {tokens[taken]}, which was generated"
             self._fail(matcher.get_error() or reason)
 
-    def _stand_at(self, place: Place) -> LLMatcher | None:
+    def _stand_at(self, place: Place) -> Matcher | None:
         """The matcher, behind the tokens that lead to ``place``; None after an error."""
         matcher, here = self._matcher, self._here
         if matcher is None or self.problem:
@@ -146,7 +152,7 @@ class RequestGrammar:
         It costs a fraction of a mask. None, too, where only the mask tells: for tokens that may
         end the output, or after an error.
         """
-        if token in self._ends:
+        if token in self._stops:
             return None
         if token in place.below:
             return place.below[token]
@@ -164,7 +170,7 @@ class RequestGrammar:
 
     def may_end_with(self, token: int) -> bool:
         """Whether a token may end the output, so that only a mask tells whether it may follow."""
-        return token in self._ends
+        return token in self._stops
 
     def mask(self, place: Place | None = None) -> Row | None:
         """What may follow a place, by default the output; to be read only. None if the grammar
@@ -198,7 +204,7 @@ class RequestGrammar:
         matcher = self._stand_at(self.root)
         return None if matcher is None else Branch(self, matcher.deep_copy(), self.root.depth)
 
-    def _fill(self, matcher: LLMatcher, row: Row, address: int, depth: int) -> bool:
+    def _fill(self, matcher: Matcher, row: Row, address: int, depth: int) -> bool:
         """Write the mask of what may follow where ``matcher`` stands, ``depth`` tokens behind the
         start; False if it cannot tell. address: of ``row``, which numpy takes as long to tell as a
         mask takes."""
@@ -235,7 +241,7 @@ class RequestGrammar:
         if self._here is self.root:
             self._fail(message)
             return
-        matcher = self._base.result().deep_copy()
+        matcher = self._start()
         self._take_in(matcher, [*self.output, *self._here.way()])
         self.__dict__["_matcher"] = matcher
 
@@ -252,7 +258,7 @@ class Branch:
 
     __slots__ = ("_depth", "_grammar", "_matcher")
 
-    def __init__(self, grammar: RequestGrammar, matcher: LLMatcher, depth: int) -> None:
+    def __init__(self, grammar: RequestGrammar, matcher: Matcher, depth: int) -> None:
         """depth: output tokens and drafted tokens up to here."""
         self._grammar, self._matcher, self._depth = grammar, matcher, depth
 
@@ -272,16 +278,3 @@ class Branch:
             return True
         row[:] = 0
         return False
-
-
-def is_allowed(mask: Row, token: int) -> bool:
-    """Whether a mask has a token."""
-    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
-
-
-def _bits(tokens: Sequence[int] | frozenset[int], words: int) -> Row:
-    row = np.zeros(words, dtype=np.uint32)
-    for token in tokens:
-        if 0 <= token < 32 * words:
-            row[token >> 5] |= np.uint32(1 << (token & 31))
-    return row

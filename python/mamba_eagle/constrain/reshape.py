@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mamba_eagle.constrain.place import Place, Row
-from mamba_eagle.constrain.request import RequestGrammar, is_allowed
+from mamba_eagle.constrain.place import Place, Row, is_allowed
+from mamba_eagle.constrain.request import RequestGrammar
 
 
 class DraftTree(NamedTuple):

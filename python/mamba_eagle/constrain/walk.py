@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mamba_eagle.constrain.request import Branch, RequestGrammar, is_allowed
+from mamba_eagle.constrain.place import is_allowed
+from mamba_eagle.constrain.request import Branch, RequestGrammar
 
 Masks = npt.NDArray[np.uint32]  # [T, W]: bit ``v % 32`` of word ``v // 32`` is set: v is allowed
 

@@ -54,6 +54,7 @@ class Generate(Message):
     return_logprob: bool = False
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
+    token_ids_logprob: list[int] = []  # tokens whose logprobs are wanted at each position
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     adapter: str = ""  # the name of one that was loaded; "": none
@@ -188,6 +189,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     token_id: int
     logprob: float | None  # None for the first token of a prompt
     top: list[tuple[float, int]] = []  # (logprob, token id), best first
+    named: list[float] = []  # of the request's token_ids_logprob
 
 
 class StepTrace(msgspec.Struct, array_like=True):
@@ -382,6 +384,7 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     history: Indices = msgspec.field(default_factory=indices)
     return_logprob: bool = False
     top_logprobs: int = 0
+    token_ids_logprob: list[int] = []
     logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
     return_spec_trace: bool = False
     pooling: str = ""  # as Generate's; "mean" starts at position 0

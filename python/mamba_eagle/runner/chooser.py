@@ -128,9 +128,9 @@ class ShardedChooser(Chooser):
         total = best + self.group.sum((logits - best).exp().sum(-1, keepdim=True)).log()
         begin, end = columns.span
         index = tokens - begin
-        own = logits.gather(1, index.clamp(0, end - begin - 1)[:, None])
+        own = logits.gather(1, index.clamp(0, end - begin - 1))
         is_own = (index >= 0) & (index < end - begin)
-        logprob = self.group.sum(torch.where(is_own[:, None], own, 0.0)) - total
+        logprob = self.group.sum(torch.where(is_own, own, 0.0)) - total
         keys = columns.keys(logits)
         count = min(top, min(columns.sizes))
         found = keys.topk(count, dim=-1).values
@@ -139,7 +139,7 @@ class ShardedChooser(Chooser):
         else:
             found = self.group.gather(found.contiguous()).transpose(0, 1).flatten(1)
         found = found.topk(top, dim=-1).values
-        return TokenLogprobs(logprob[:, 0], score_of(found) - total, (found & LOW_BITS) ^ LOW_BITS)
+        return TokenLogprobs(logprob, score_of(found) - total, (found & LOW_BITS) ^ LOW_BITS)
 
 
 def make_chooser(state: SamplingState, group: Group) -> Chooser:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable
-from mamba_eagle.constrain.place import Row
-from mamba_eagle.constrain.request import RequestGrammar, is_allowed
+from mamba_eagle.constrain.place import Row, is_allowed
+from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView

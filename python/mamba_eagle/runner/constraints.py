@@ -82,7 +82,7 @@ class Constraints:
     def admit(self, slot: int, params: SamplingParams, output_start: int) -> None:
         """A request takes the slot. output_start: position of its first output token."""
         self.release(slot)
-        if params.grammar:
+        if params.is_constrained:
             self._of[slot] = self.matchers.start(params)
             self._output_start[slot] = output_start
 

@@ -198,19 +198,17 @@ def sample_in_kernels(
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of n tokens and of the best ones in their places."""
+    """Log-probabilities at n places: of c tokens each, and of the best ones."""
 
-    logprob: Tensor  # [n] float32
+    logprob: Tensor  # [n, c] float32
     top_values: Tensor  # [n, top] float32, best first
     top_ids: Tensor  # [n, top] int64
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-    """Log-probabilities of tokens [n] int64 and of the ``top`` best tokens, from raw logits [n, V]
-    of any float dtype."""
+    """Log-probabilities of tokens [n, c] int64 and of the ``top`` best ones, from raw logits
+    [n, V] of any float dtype."""
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
     values, ids = logits.topk(top, dim=-1)
-    return TokenLogprobs(
-        logits.gather(1, tokens.unsqueeze(1))[:, 0] - total[:, 0], values - total, ids
-    )
+    return TokenLogprobs(logits.gather(1, tokens) - total, values - total, ids)

@@ -142,7 +142,7 @@ class SamplingState:
         if params.top_k >= self.vocab_size:
             idle.add("top_k")
         # with a grammar the ban yields to its end, which its masks know (constrain/request.py)
-        if params.grammar or not stops:
+        if params.is_constrained or not stops:
             idle.add("min_new_tokens")
         return msgspec.structs.replace(params, **{name: getattr(NEUTRAL, name) for name in idle})
 

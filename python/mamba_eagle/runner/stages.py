@@ -83,9 +83,8 @@ class EarlierStageChooser(Chooser):
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """They are not read: the last stage answers."""
-        nothing = torch.zeros(len(tokens), device=tokens.device)
-        none = nothing[:, None].expand(-1, top)
-        return TokenLogprobs(nothing, none, none.long())
+        none = tokens.new_zeros(len(tokens), top)
+        return TokenLogprobs(torch.zeros_like(tokens), none, none)
 
     def agree(self, tree: Tree) -> Tree:
         packed = self.stages.from_last(tree.packed(), Channel.TREES)

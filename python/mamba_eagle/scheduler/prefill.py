@@ -243,6 +243,7 @@ class PrefillManager:
             prefix_kv_slots=held.kv[:start],
             return_logprob=request.return_logprob,
             top_logprobs=request.top_logprobs,
+            token_ids_logprob=request.token_ids_logprob,
             logprob_temperature=self._logprob_temperature(request),
             return_spec_trace=request.return_spec_trace,
             pooling=request.pooling,

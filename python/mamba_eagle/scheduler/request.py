@@ -38,6 +38,7 @@ class Request:
         self.stop_tokens = self.sampling.stop_tokens(eos_token_ids)
         self.return_logprob = message.return_logprob
         self.top_logprobs = message.top_logprobs
+        self.token_ids_logprob = message.token_ids_logprob
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
         self._pooling = message.pooling

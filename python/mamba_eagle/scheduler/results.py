@@ -86,7 +86,7 @@ def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
     if len(tokens) > 1 and not stops.isdisjoint(tokens[:-1]):
         return f"the runner went on after a stop token: {tokens}"
     # a grammar may end before: min_new_tokens yields to its end
-    if tokens[-1] in stops and total < sampling.min_new_tokens and not sampling.grammar:
+    if tokens[-1] in stops and total < sampling.min_new_tokens and not sampling.is_constrained:
         return (
             f"the runner stopped after {total} output tokens, but min_new_tokens is "
             f"{sampling.min_new_tokens}"

@@ -19,7 +19,7 @@ from mamba_eagle.message import (
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
-from mamba_eagle.scheduler.results import decode_problem, prefill_problem
+from mamba_eagle.scheduler.results import NO_TOKEN_PROBLEM, decode_problem, prefill_problem
 from mamba_eagle.scheduler.speculation import Choice, Outcome, ShapePolicy
 from mamba_eagle.scheduler.stats import Stats
 
@@ -115,7 +115,7 @@ class StepResults:
 
         in_grammar: what its grammar has to do with it, such as a limit that only shows here."""
         failure = Failure.INTERNAL
-        if in_grammar:
+        if in_grammar or (problem == NO_TOKEN_PROBLEM and request.sampling.has_token_rules):
             failure = Failure.REFUSED
             if self._prefill.grammars is not None:
                 self._prefill.grammars.failed(request.sampling.grammar)

@@ -180,7 +180,8 @@ class ServerState:
 
     def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
         """Raises: RequestError 400 or 503."""
-        if self.config.simulate_acc_len and any(prompt.sampling.grammar for prompt in prompts):
+        constrained = any(prompt.sampling.is_constrained for prompt in prompts)
+        if self.config.simulate_acc_len and constrained:
             raise RequestError(
                 f"--simulate-acc-len {self.config.simulate_acc_len:g} forces tokens that no "
                 "grammar allows: leave the grammar out, or ask a server without it"

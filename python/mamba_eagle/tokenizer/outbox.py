@@ -62,6 +62,7 @@ def _generate(sample: Sample) -> Generate:
         return_logprob=prompt.return_logprob,
         logprob_start=prompt.logprob_start,
         top_logprobs=prompt.top_logprobs,
+        token_ids_logprob=prompt.token_ids_logprob,
         return_spec_trace=prompt.return_spec_trace,
         pooling=prompt.pooling,
         adapter=prompt.adapter,

@@ -25,6 +25,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     return_logprob: bool = False
     logprob_start: int = -1
     top_logprobs: int = 0
+    token_ids_logprob: list[int] = []
     return_spec_trace: bool = False
     pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
     adapter: str = ""  # the name of a loaded one

@@ -154,3 +154,9 @@ SAMPLES: dict[str, Sample] = {
     ),
     "nothing but spaces": Sample("qwen3", CHATML, " \n\n ", None),
 }
+# Calls that a stream has begun, and a plain reply leaves out: the arguments.
+BEGUN = {
+    "cut call in tags": '{"city": "Rome"',
+    "cut call in JSON": '{"city": "Oslo"}',
+    "not a number": '{"days": NaN}',
+}

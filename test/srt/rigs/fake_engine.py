@@ -229,7 +229,8 @@ class FakeEngine:
     def _logprob(self, token: int, request: Generate) -> TokenLogprob:
         best = [(-0.5, token), *((-1.5 - i, 3 + i) for i in range(request.top_logprobs - 1))]
         top = best[: request.top_logprobs]
-        return TokenLogprob(token_id=token, logprob=-0.5, top=top)
+        named = [-0.5 - i for i in range(len(request.token_ids_logprob))]
+        return TokenLogprob(token_id=token, logprob=-0.5, top=top, named=named)
 
     def _trace(self, tokens: list[int]) -> StepTrace:
         """A chain, accepted as a whole."""

@@ -91,6 +91,19 @@ def allowed(grammar: str, output: Sequence[int], eos: tuple[int, ...] = (EOS,)) 
     return torch.from_numpy(np.unpackbits(mask, bitorder="little")[:VOCAB].astype(bool))
 
 
+def allowed_by(sampling: SamplingParams, output: Sequence[int], eos: tuple[int, ...]) -> Tensor:
+    """[V] bool: by the grammar, if there is one, and by the rules of tokens, from their words."""
+    mask = torch.ones(VOCAB, dtype=torch.bool)
+    if sampling.grammar:
+        mask = allowed(sampling.grammar, output, eos)
+    if sampling.allowed_token_ids:
+        mask &= torch.isin(torch.arange(VOCAB), torch.tensor(sampling.allowed_token_ids))
+    for ids in sampling.bad_word_ids:
+        if [*output, ids[-1]][-len(ids) :] == ids:
+            mask[ids[-1]] = False
+    return mask
+
+
 def plain_choices(plain: PlainModel, live: Live, eos: tuple[int, ...]) -> list[int]:
     """The token that the plain model samples at each position of the output, under the grammar."""
     first, sampling = live.prompt_len, live.sampling
@@ -98,7 +111,7 @@ def plain_choices(plain: PlainModel, live: Live, eos: tuple[int, ...]) -> list[i
     positions = torch.arange(first, first + logits.shape[0])
     noise = gumbel(torch.full_like(positions, sampling.seed), positions, logits.shape[1])
     for i in range(len(live.output)):
-        mask = allowed(sampling.grammar, live.output[:i], eos)
+        mask = allowed_by(sampling, live.output[:i], eos)
         logits[i] = logits[i].masked_fill(~mask, -torch.inf)
     return (logits + sampling.temperature * noise).argmax(1).tolist()
 

@@ -304,6 +304,7 @@ class Engine:
             asked = (
                 "return_logprob",
                 "top_logprobs",
+                "token_ids_logprob",
                 "logprob_temperature",
                 "return_spec_trace",
                 "pooling",

@@ -84,6 +84,7 @@ async def serving(
     tokenizer: Any = TOKENIZER,
     context_length: int = 64,
     vocab_size: int = 300,
+    engine: type[FakeEngine] = FakeEngine,
     **settings: Any,
 ) -> AsyncIterator[Harness]:
     config = ServerConfig(model_path="tiny", **settings)
@@ -93,15 +94,15 @@ async def serving(
     recorder = Recorder("tiny", log, config.metrics_prefixes)
     manager = TokenizerManager(config, context, socket_dir, recorder)
     manager.tokenizer = tokenizer
-    engine = FakeEngine(socket_dir, script, chunk, vocab_size, context_length=context_length)
+    fake = engine(socket_dir, script, chunk, vocab_size, context_length=context_length)
     await asyncio.wait_for(manager.ready, PATIENCE)
     app = make_app(ServerState(config, manager, recorder))
     transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield Harness(app, client, engine, manager)
+            yield Harness(app, client, fake, manager)
     finally:
-        engine.close()
+        fake.close()
         manager.close()
         context.destroy(linger=0)
         remove_socket_dir(socket_dir)

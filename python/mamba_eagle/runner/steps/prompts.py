@@ -27,20 +27,24 @@ from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
 class Logprobs:
     """Log-probabilities of n tokens, on their way to the host."""
 
-    def __init__(self, chooser: Chooser, logits: Tensor, tokens: Tensor, top: int) -> None:
-        """logits [n, V], or a rank's columns; tokens [n] int64; top: how many of the best tokens to
-        include."""
+    def __init__(
+        self, chooser: Chooser, table: RequestTable, slot: int, logits: Tensor, tokens: Tensor
+    ) -> None:
+        """logits [n, V], or a rank's columns; tokens [n] int64; table, slot: say which others are
+        wanted, the best and those that the request names."""
         place = chooser.place
         self.tokens = place.to_host(tokens)
-        logprobs = chooser.logprobs(logits, tokens, top)
+        named = place.to_device(table.token_ids_logprob[slot]).expand(len(tokens), -1)
+        asked = torch.cat([tokens[:, None], named], dim=1)
+        logprobs = chooser.logprobs(logits, asked, table.top_logprobs[slot])
         self.parts = TokenLogprobs(*(place.to_host(part) for part in logprobs))
 
     def read(self, count: int | None = None) -> list[TokenLogprob]:
         """The first ``count`` entries, or all."""
         columns = (part[:count].tolist() for part in (self.tokens, *self.parts))
         return [
-            TokenLogprob(token, logprob, list(zip(top_values, top_ids, strict=True)))
-            for token, logprob, top_values, top_ids in zip(*columns, strict=True)
+            TokenLogprob(token, logprob, list(zip(top_values, top_ids, strict=True)), named)
+            for token, (logprob, *named), top_values, top_ids in zip(*columns, strict=True)
         ]
 
 
@@ -51,7 +55,7 @@ def output_logprobs(
     temperature = table.logprob_temperature[slot]
     if temperature != 1.0:
         logits = logits.float() / temperature
-    return Logprobs(chooser, logits, tokens, table.top_logprobs[slot])
+    return Logprobs(chooser, table, slot, logits, tokens)
 
 
 @dataclass
@@ -294,6 +298,7 @@ class PromptRunner:
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
         table.wants_logprobs[slot] = first.return_logprob
         table.top_logprobs[slot] = first.top_logprobs
+        table.token_ids_logprob[slot] = first.token_ids_logprob
         table.logprob_temperature[slot] = first.logprob_temperature
         table.wants_trace[slot] = first.return_spec_trace
         self.step.adapters.admit(slot, first.adapter)
@@ -366,5 +371,4 @@ def _input_logprobs(
     offset = max(item.logprob_start, item.start) - item.start
     sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
     logits = step.model.step_logits(sources)
-    top = step.table.top_logprobs[item.slot]
-    return Logprobs(step.chooser, logits, tokens[span][offset:], top)
+    return Logprobs(step.chooser, step.table, item.slot, logits, tokens[span][offset:])

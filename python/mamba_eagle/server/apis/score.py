@@ -1,8 +1,6 @@
 """POST /v1/score: how likely each of some tokens is to follow each of some texts, as SGLang's.
 
-A label's probability is that of a prompt's last token: the text and the label are one prompt, from
-which nothing is generated. The first label of each item goes first, and leaves its text's state in
-the prefix cache; the other labels continue from there. So the engine knows nothing of scores.
+The labels' logprobs are those that the engine names beside the one token that follows each text.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
-from mamba_eagle.message import CacheHints
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
@@ -61,66 +58,31 @@ async def score(request: Request) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
     state = server_state(request)
     job = await state.read(request, parse_score)
-    logprobs: list[list[float]] = [[] for _ in job.items]
-    # The first labels leave behind what the others continue from.
-    waves = (job.prompts(state, slice(0, 1)), job.prompts(state, slice(1, None)))
-    for prompts in filter(None, waves):
-        live = state.submit(job.rid, [prompt for _, prompt in prompts])
-        if not await wait_until_done(request, state.manager, live):
-            return Response(status_code=499)  # the client has left
-        for (item, _), sample in zip(prompts, live.samples, strict=True):
-            if (error := sample_error(sample)) is not None:
-                raise error
-            if not sample.input_logprobs:  # somebody ended it
-                reason = sample.finish.message if sample.finish is not None else ""
-                raise RequestError(f"the request was ended: {reason}")
-            logprob = sample.input_logprobs[-1].logprob
-            assert logprob is not None  # only the first token of a prompt has none
-            logprobs[item].append(logprob)
-    return json_response(job.reply(logprobs))
+    if not job.prompts:
+        return json_response(job.reply([]))
+    live = state.submit(job.rid, job.prompts)
+    if not await wait_until_done(request, state.manager, live):
+        return Response(status_code=499)  # the client has left
+    for sample in live.samples:
+        if (error := sample_error(sample)) is not None:
+            raise error
+        if not sample.logprobs:  # somebody ended it
+            reason = sample.finish.message if sample.finish is not None else ""
+            raise RequestError(f"the request was ended: {reason}")
+    return json_response(job.reply([sample.logprobs[0].named for sample in live.samples]))
 
 
 class ScoreJob(msgspec.Struct, kw_only=True):
-    """items: each with its text's tokens; labels: each item's tokens to be scored."""
+    """prompts: one of each item, with its labels."""
 
     rid: str
     model: str
-    items: list[list[int]]
-    labels: list[list[int]]
+    prompts: list[PromptRequest]
     temperature: float  # 0: probabilities as they are
     with_logprobs: bool
-    hints: list[CacheHints]  # of each item
-    schedule: dict[str, Any]
-
-    def prompts(self, state: ServerState, which: slice) -> list[tuple[int, PromptRequest]]:
-        """Some of each item's labels, with the item's number.
-
-        Raises: RequestError 400
-        """
-        made = []
-        for number, (ids, labels, hints) in enumerate(zip(self.items, self.labels, self.hints)):
-            # The label's logits are those of the item's last token, which runs again.
-            end = [len(ids) - 1] if len(ids) > 1 and which.start == 0 else []
-            own = msgspec.structs.replace(hints, positions=sorted({*hints.positions, *end}))
-            for label in labels[which]:
-                rid = f"{self.rid}_{number}_{label}"
-                prompt = PromptRequest(
-                    rid=rid,
-                    token_ids=[*ids, label],
-                    sampling=SamplingParams(max_new_tokens=0, temperature=0.0),
-                    seed=0,
-                    sample_rids=[rid],
-                    return_logprob=True,
-                    logprob_start=len(ids),
-                    cache=own,
-                    **self.schedule,
-                )
-                made.append((number, prompt))
-        check_demand([prompt for _, prompt in made], state.context_length)
-        return made
 
     def reply(self, logprobs: Sequence[Sequence[float]]) -> dict[str, Any]:
-        tokens = sum(map(len, self.items))
+        tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         made: dict[str, Any] = {
             "object": "scoring",
             "model": self.model,
@@ -147,16 +109,30 @@ def parse_score(values: dict[str, Any], state: ServerState) -> ScoreJob:
         raise RequestError.about("temperature", body.temperature, remedy)
     items = _items(body, state)
     labels = _labels(body.label_token_ids, state, len(items))
-    state.limit_samples(len(items), sum(map(len, labels)))
+    state.limit_samples(len(items), len(items))
+    rid = body.rid or f"score-{uuid.uuid4().hex}"
+    shared = body.schedule(state.config) | {"adapter": state.adapter_of(body.model)}
+    prompts = [
+        PromptRequest(
+            rid=f"{rid}_{number}",
+            token_ids=ids,
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+            seed=0,
+            sample_rids=[f"{rid}_{number}"],
+            return_logprob=True,
+            token_ids_logprob=own,
+            cache=body.cache_hints(len(ids)),
+            **shared,
+        )
+        for number, (ids, own) in enumerate(zip(items, labels))
+    ]
+    check_demand(prompts, state.context_length)
     return ScoreJob(
-        rid=body.rid or f"score-{uuid.uuid4().hex}",
+        rid=rid,
         model=body.model or state.model_name,
-        items=items,
-        labels=labels,
+        prompts=prompts,
         temperature=body.temperature if body.apply_softmax else 0.0,
         with_logprobs=body.return_token_logprobs,
-        hints=[body.cache_hints(len(ids) + 1) for ids in items],
-        schedule=body.schedule(state.config) | {"adapter": state.adapter_of(body.model)},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import (
     MAX_INPUT_LOGPROBS,
     MAX_LOGPROBS,
@@ -30,17 +31,20 @@ def check_demand(
             f"than the limit of {MAX_PROMPT_TOKENS}: send fewer prompts, or a lower n",
             param="n",
         )
-    entries = sum(
-        prompt.n * (len(prompt.sampling.logit_bias) + len(prompt.sampling.stop_token_ids))
-        for prompt in prompts
-    )
+    entries = sum(prompt.n * _entries(prompt.sampling) for prompt in prompts)
     if entries > MAX_TOKEN_ENTRIES:
         raise RequestError(
-            f"logit_bias, stop_token_ids: all samples have {entries} entries together, more than "
-            f"the limit of {MAX_TOKEN_ENTRIES}: send fewer, or a lower n",
+            f"logit_bias, stop_token_ids, allowed_token_ids, bad_words: all samples have {entries} "
+            f"entries together, more than the limit of {MAX_TOKEN_ENTRIES}: send fewer, or a "
+            "lower n",
             param="logit_bias",
         )
     _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
+
+
+def _entries(sampling: SamplingParams) -> int:
+    lists = (sampling.logit_bias, sampling.stop_token_ids, sampling.allowed_token_ids)
+    return sum(map(len, (*lists, *sampling.bad_word_ids)))
 
 
 def _check_logprobs(
@@ -49,7 +53,7 @@ def _check_logprobs(
     top, output = names["top"], names["output"]
     total = 0
     for prompt in prompts:
-        best = 1 + prompt.top_logprobs
+        best = 1 + prompt.top_logprobs + len(prompt.token_ids_logprob)
         length = len(prompt.token_ids)
         wanted = (length - prompt.logprob_start) * best if prompt.logprob_start >= 0 else 0
         if wanted > MAX_INPUT_LOGPROBS:

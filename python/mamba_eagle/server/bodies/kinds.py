@@ -125,8 +125,9 @@ def short(most: int, must: str = "") -> Kind:
     return Kind(convert, TEXT.must, {**STRING, "maxLength": most})
 
 
-def integer(least: int, most: int, must: str = "") -> Kind:
-    return _bounded(INTEGER_KIND, Parameter("", least, most, must=must))
+def integer(least: int, most: int, must: str = "", other: int | None = None) -> Kind:
+    """other: right though it is outside of the bounds."""
+    return _bounded(INTEGER_KIND, Parameter("", least, most, other=other, must=must))
 
 
 def number(least: float, most: float, above: float = -math.inf, must: str = "") -> Kind:

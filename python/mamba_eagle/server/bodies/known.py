@@ -14,7 +14,6 @@ from typing import Any
 
 NOT_HERE = "is not available in this server; leave the field out"
 TEXT_ONLY = "this server reads text only; leave the field out"
-TOKENS = "is not available here: return_logprob or logprobs give tokens' logprobs; leave it out"
 # Values that ask for nothing, beside null, false, 0 and what is empty.
 NEUTRAL: Mapping[str, Any] = {
     "add_special_tokens": True,
@@ -74,7 +73,8 @@ SAMPLING: Mapping[str, str] = {
         "return_entropy".split(),
         "only tokens and their logprobs are returned here; leave the field out",
     ),
-    **dict.fromkeys(("logprob_token_ids", "token_ids_logprob"), TOKENS),
+    "logprob_token_ids": "send token_ids_logprob to /generate",
+    "token_ids_logprob": "send it to /generate",
     "stop_regex": NOT_HERE,
     "include_stop_str_in_output": "send no_stop_trim",
     "grammar": "send it as ebnf",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from mamba_eagle.core import prompt_problem
@@ -28,6 +29,13 @@ class PromptReader:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.context_length = context_length
+        self._keep: int | None = None
+
+    def keeping(self, last: int | None) -> PromptReader:
+        """One that takes only the last tokens of each prompt; -1: as many as fit; None: all."""
+        other = copy(self)
+        other._keep = self.max_prompt if last == -1 else last
+        return other
 
     @property
     def max_prompt(self) -> int:
@@ -47,6 +55,8 @@ class PromptReader:
 
         Raises: RequestError 400
         """
+        if self._keep is not None:
+            token_ids = token_ids[-self._keep :]
         problem = prompt_problem(token_ids, self.vocab_size, self.context_length)
         if problem:
             raise RequestError(name + problem, param=name)

@@ -21,26 +21,31 @@ from mamba_eagle.limits import (
 )
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.prompts import PromptReader
 from mamba_eagle.server.errors import RequestError
 
 PARAMETERS = declared()
 DEFAULT = SamplingParams()
-STOPS = kinds.texts("stop strings", MAX_STOP_STRINGS)
 
 
-def _stop_strings(value: Any) -> list[str]:
-    """Not too many, and not too long."""
-    strings: list[str] = STOPS.read(value)
-    longest = max(strings, key=len, default="")
-    if len(longest) > MAX_STOP_LENGTH:
-        raise ValueError(
-            f"the string has {len(longest)} characters but may have at most {MAX_STOP_LENGTH}: "
-            "shorten it"
-        )
-    total = sum(map(len, strings))
-    if total > MAX_STOP_CHARACTERS:
-        raise kinds.TooMany("characters of stop strings", total, MAX_STOP_CHARACTERS)
-    return strings
+def strings_kind(what: str) -> kinds.Kind:
+    """Not too many, and not too long; what: "stop strings"."""
+    any_strings = kinds.texts(what, MAX_STOP_STRINGS)
+
+    def convert(value: Any) -> list[str]:
+        strings: list[str] = any_strings.read(value)
+        longest = max(strings, key=len, default="")
+        if len(longest) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"the string has {len(longest)} characters but may have at most "
+                f"{MAX_STOP_LENGTH}: shorten it"
+            )
+        total = sum(map(len, strings))
+        if total > MAX_STOP_CHARACTERS:
+            raise kinds.TooMany(f"characters of {what}", total, MAX_STOP_CHARACTERS)
+        return strings
+
+    return kinds.Kind(convert, any_strings.must, any_strings.schema)
 
 
 def _logit_bias(value: Any) -> dict[int, float] | None:
@@ -57,7 +62,8 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     return bias
 
 
-STOP = kinds.Kind(_stop_strings, STOPS.must, STOPS.schema)
+STOP = strings_kind("stop strings")
+BAD_WORDS = strings_kind("bad words")
 KINDS: Mapping[Any, kinds.Kind] = {
     int: kinds.INTEGER_KIND,
     float: kinds.NUMBER,
@@ -118,6 +124,26 @@ class Sampled(Body):
     n: Samples = says("samples of each prompt", 1)
     sampling_seed: Annotated[int | None, SEED] = says("as seed")
     seed: Annotated[int | None, SEED] = says(PARAMETERS["seed"][1].about)
+    bad_words: Annotated[list[str], BAD_WORDS] = says(
+        "texts that must not come, as the tokens that spell them behind a blank and without one", []
+    )
+
+    def bad_word_ids(self, prompts: PromptReader) -> list[list[int]]:
+        """Each word's tokens, at the beginning of a text and behind a blank, if that makes other
+        ones of the same number, as vLLM finds them.
+
+        Raises: RequestError 400
+        """
+        bare = [word.lstrip() for word in self.bad_words]
+        if not all(bare):
+            raise RequestError.about("bad_words", self.bad_words, "none may be empty")
+        names = ["bad_words"] * len(bare)
+        found = prompts.encode(bare, names, False)
+        behind_blank = prompts.encode([f" {word}" for word in bare], names, False)
+        for ids, other in zip(list(found), behind_blank):
+            if len(other) == len(ids) and other[:1] != ids[:1]:
+                found.append(other)
+        return [ids for ids in found if ids]
 
     @property
     def chosen_seed(self) -> int | None:

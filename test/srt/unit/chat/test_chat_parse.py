@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from chat_samples import CHATML, HERMES, SAMPLES, WEATHER, Sample
+from chat_samples import BEGUN, CHATML, HERMES, SAMPLES, WEATHER, Sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_eagle.chat.family import FAMILIES, FamilyError, family_of, read_family
 from mamba_eagle.chat.format import after_last_anchor, make_parser, reasoning_is
-from mamba_eagle.chat.parse import FamilyParser, Piece, TextPiece, ToolCall, template_problem
+from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
+from mamba_eagle.chat.parse import FamilyParser, Piece, TextPiece, template_problem
 
 
 def parser_of(sample: Sample, **settings: Any) -> FamilyParser:
@@ -22,7 +23,7 @@ def parser_of(sample: Sample, **settings: Any) -> FamilyParser:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbouring texts of one field are one."""
+    """Neighbouring texts of one field are one, and so are the pieces of a call."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -32,6 +33,9 @@ def joined(pieces: list[Piece]) -> list[Piece]:
             and last.field == piece.field
         ):
             found[-1] = TextPiece(piece.field, last.text + piece.text)
+        elif isinstance(piece, ArgumentsPiece):
+            assert isinstance(last, ToolCall) and not last.is_whole
+            found[-1] = ToolCall(last.name, last.arguments + piece.text, piece.is_last)
         else:
             found.append(piece)
     return found
@@ -92,6 +96,76 @@ def test_any_split_is_the_whole(family: str, prefix: str, text: str, cuts: list[
     assert joined(pieces + parser.finish()) == expected
 
 
+@pytest.mark.parametrize("length", [1, 3, 11, 1000])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_calls_in_pieces_are_the_whole_ones(name: str, length: int) -> None:
+    """What a whole call may be, its pieces joined are; each begins before it ends."""
+    sample = SAMPLES[name]
+    expected = whole(sample)
+    parser = parser_of(sample, is_live=True)
+    cuts = range(0, len(sample.text), length)
+    pieces = [piece for at in cuts for piece in parser.feed(sample.text[at : at + length])]
+    pieces += parser.finish()
+    found = joined(pieces)
+    if name in BEGUN:
+        assert found[-1] == ToolCall("weather", BEGUN[name])
+        return
+    assert found == expected
+    if length == 1 and any(call[1] for call in sample.calls) and "as a string" not in name:
+        assert any(isinstance(piece, ArgumentsPiece) for piece in pieces)
+
+
+VALUES = st.text('ab"\\\n<{}[]/ é', max_size=12)
+
+
+@settings(max_examples=100)
+@given(
+    family=st.sampled_from(FAMILIES),
+    city=VALUES,
+    days=st.integers(-5, 5),
+    tags=st.lists(VALUES, max_size=2),
+    cuts=st.lists(st.integers(0, 400), max_size=20),
+    indent=st.sampled_from([None, 1]),
+)
+def test_any_pieces_of_a_call_are_the_call(
+    family: str, city: str, days: int, tags: list[str], cuts: list[int], indent: int | None
+) -> None:
+    form = read_family(family).calls
+    assert form is not None
+    given = {"city": city, "days": days, "tags": tags}
+    written = json.dumps(given, ensure_ascii=False, indent=indent)
+    if form.arguments == "tags":
+        texts = {key: value if key == "city" else json.dumps(value) for key, value in given.items()}
+        written = "".join(
+            form.begin_argument.replace("{key}", key) + value + form.end_argument
+            for key, value in texts.items()
+        )
+    one = form.begin.replace("{name}", "weather") + written + form.end
+    text = form.begin_all + form.between.join([one, one]) + form.end_all
+    plain = FamilyParser(read_family(family), "", [WEATHER])
+    expected = joined(plain.feed(text) + plain.finish())
+    assert [json.loads(call.arguments) for call in expected] == [given, given]
+    parser = FamilyParser(read_family(family), "", [WEATHER], is_live=True)
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [p for a, b in zip(places, places[1:]) for p in parser.feed(text[a:b])]
+    assert joined(pieces + parser.finish()) == expected
+
+
+def test_what_a_stream_has_begun_it_ends_as_it_was_written() -> None:
+    """Cut off, or no JSON: a plain reply has no call then. Unknown names begin none."""
+    begun = '<tool_call>{"name": "weather", "arguments": {"city": "Os'
+    for text, arguments in (
+        (begun, '{"city": "Os'),
+        (begun + 'lo" 5}}</tool_call>', '{"city": "Oslo" 5}'),
+    ):
+        parser = FamilyParser(read_family("hermes"), "", [WEATHER], is_live=True)
+        found = joined(parser.feed(text) + parser.finish())
+        assert found == [ToolCall("weather", arguments)]
+    text = begun.replace("weather", "other") + "</tool_call>"
+    parser = FamilyParser(read_family("hermes"), "", [WEATHER], is_live=True)
+    assert joined(parser.feed(text) + parser.finish()) == [TextPiece("content", text)]
+
+
 def test_a_message_that_goes_on_repeats_nothing() -> None:
     parser = FamilyParser(read_family("qwen3"), "<think>a</think>The answer is")
     assert joined(parser.feed(" four") + parser.finish()) == [TextPiece("content", " four")]
@@ -119,6 +193,23 @@ def test_arguments_left_open_are_no_work_for_long() -> None:
     assert texts(parser.feed(text) + parser.finish(), "content") == text
     parser = FamilyParser(read_family("nemotron_3"), "<think></think>" + text, [WEATHER])
     assert parser.feed("x") == [TextPiece("content", "x")]
+
+
+def test_long_arguments_in_pieces_are_no_work_for_long() -> None:
+    """Joining them anew for each piece, or looking at all of them, would take minutes."""
+    many = "".join(f"<parameter=k{i}>\n1\n</parameter>\n" for i in range(10_000))
+    for family, begin, piece in (
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "', "x" * 9),
+        ("nemotron_3", "<tool_call>\n<function=weather>\n<parameter=city>", "x" * 9),
+        ("nemotron_3", "<tool_call>\n<function=weather>\n<parameter=days>", "1"),
+        ("hermes", "<tool_call>", " " * 9),
+        ("nemotron_3", "<tool_call>\n<function=weather>\n" + many, " "),
+    ):
+        parser = FamilyParser(read_family(family), "<think></think>", [WEATHER], is_live=True)
+        parser.feed(begin)
+        for _ in range(30_000):
+            parser.feed(piece)
+        parser.finish()
 
 
 def test_a_call_that_the_prompt_begins_is_the_replys() -> None:

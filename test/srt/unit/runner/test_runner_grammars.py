@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from grammar_rig import (
     VOCAB,
     Letters,
     allowed,
+    allowed_by,
     constrain,
     fits,
     plain_choices,
@@ -46,7 +48,7 @@ from mamba_eagle.constrain.grammar import (
     regex_grammar,
 )
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.constrain.request import is_allowed
+from mamba_eagle.constrain.place import is_allowed
 from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.constrain.walk import fill_masks
@@ -130,6 +132,47 @@ def test_1_no_drafter_changes_a_constrained_text(tiny: Tiny, tmp_path: Any, name
         assert live.output == plain_choices(tiny.plain, live, engine.eos)
         grammar = next(name for name in GRAMMARS if GRAMMARS[name].text == params.grammar)
         assert live.tokens[-1] == EOS and fits(grammar, text_of(live.output[:-1]))
+
+
+EVEN = [*range(0, VOCAB, 2)]
+
+
+def rules(output: list[int]) -> list[SamplingParams]:
+    """For a request that writes this output without them: what it wrote is forbidden."""
+    pairs = [list(pair) for pair in zip(output, output[1:])]
+    by_grammar = under("open", seed=5, bad_word_ids=[[token] for token in output[::3]])
+    return [
+        greedy(20, allowed_token_ids=EVEN),
+        greedy(20, bad_word_ids=[output[:1], pairs[3], output[5:8], output[2:5]]),
+        sampled(20, 5, allowed_token_ids=[*EVEN, EOS], bad_word_ids=pairs, ignore_eos=False),
+        sampled(20, 5, bad_word_ids=pairs, top_k=20, min_new_tokens=8, ignore_eos=True),
+        msgspec.structs.replace(by_grammar, allowed_token_ids=[*EVEN, EOS]),
+    ]
+
+
+@pytest.mark.parametrize("settings", ["none", "tree", "tree-snapshot", "chain"])
+def test_1_rules_of_tokens_hold_at_every_node(
+    tiny: Tiny, engines: Callable[[str], Engine], settings: str
+) -> None:
+    """Alone and beside a grammar, greedy and sampled, in one batch; and they change the texts."""
+    engine, prompt = engines(settings), random_prompt(11, 4)
+    free = engine.generate(prompt, greedy(20)).output
+    lives = [engine.start(prompt, params) for params in rules(free)]
+    engine.finish(lives)
+    for live in lives:
+        engine.release(live)
+        masks = [
+            allowed_by(live.sampling, live.output[:i], engine.eos) for i in range(len(live.output))
+        ]
+        assert all(mask[token] for mask, token in zip(masks, live.output))
+        assert live.output != free
+        if not live.sampling.top_k > 0 and not live.sampling.min_new_tokens:
+            assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    plain = [live.output for live in lives]
+    for params, output in zip(rules(free), plain):
+        assert engines("none").generate(prompt, params).output == output
+    if settings != "none":
+        assert any(length > 1 for length in accepted(lives))
 
 
 def test_1_masks_of_a_tree_are_those_of_matchers_fed_with_each_path() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from runner_harness import Live, Tiny, greedy, random_prompt, sampled
@@ -20,16 +22,18 @@ def assert_logprobs(
     tokens: list[int],
     first: int,
     temperature: float = 1.0,
+    named: Sequence[int] = (),
 ) -> None:
     """found: of tokens[first:]."""
     assert [each.token_id for each in found] == tokens[first:]
     logprobs = (tiny.plain.logits(tokens[:-1]) / temperature).log_softmax(1)
     for position, each in enumerate(found, start=first):
         if position == 0:
-            assert each.logprob is None
+            assert each.logprob is None and each.named == []
             continue
         row = logprobs[position - 1]
         assert each.logprob == pytest.approx(float(row[tokens[position]]), abs=2e-4)
+        assert each.named == pytest.approx([float(row[token]) for token in named], abs=2e-4)
         values, ids = row.topk(len(each.top)) if each.top else ([], [])
         assert [token for _, token in each.top] == [int(token) for token in ids]
         assert [value for value, _ in each.top] == pytest.approx(list(map(float, values)), abs=2e-4)
@@ -40,13 +44,15 @@ def test_output_logprobs_are_the_plain_models(tiny: Tiny, settings: str) -> None
     """Before any filter or temperature. Only those who ask get them."""
     engine = tiny.engine(settings)
     lives = [
-        engine.start(PROMPT, greedy(15), return_logprob=True, top_logprobs=4),
+        engine.start(
+            PROMPT, greedy(15), return_logprob=True, top_logprobs=4, token_ids_logprob=[7, 50]
+        ),
         engine.start(PROMPT[:5], sampled(12, 3, top_k=5, temperature=2.0), return_logprob=True),
         engine.start(PROMPT[:9], sampled(12, 4), top_logprobs=2),
     ]
     engine.finish(lives)
-    for live in lives[:2]:
-        assert_logprobs(tiny, live.logprobs, live.tokens, live.prompt_len)
+    for live, named in zip(lives[:2], ([7, 50], [])):
+        assert_logprobs(tiny, live.logprobs, live.tokens, live.prompt_len, named=named)
     assert len(lives[0].logprobs[0].top) == 4 and lives[1].logprobs[0].top == []
     assert lives[2].logprobs == [] and lives[2].steps[0].logprobs == []
 
@@ -79,8 +85,8 @@ def test_input_logprobs_do_not_depend_on_chunks(tiny: Tiny, cuts: tuple[int, ...
     engine = tiny.engine("tree")
     for first in (0, 1, 10, 16, 36):
         asks = {"return_logprob": True, "logprob_start": first, "top_logprobs": 2}
-        live = engine.generate(PROMPT, greedy(2), cuts=cuts, **asks)
-        assert_logprobs(tiny, live.input_logprobs, PROMPT, first)
+        live = engine.generate(PROMPT, greedy(2), cuts=cuts, token_ids_logprob=[3], **asks)
+        assert_logprobs(tiny, live.input_logprobs, PROMPT, first, named=[3])
     unasked: Live = engine.generate(PROMPT, greedy(2), cuts=cuts, return_logprob=True)
     assert unasked.input_logprobs == []
 

@@ -108,7 +108,7 @@ def test_logprobs_of_shards_are_those_of_one_rank(size: int, top: int) -> None:
     """Also where more of the best are asked for than a rank has tokens."""
     vocab, generator = 33, torch.Generator().manual_seed(1)
     logits = torch.randn(7, vocab, generator=generator) * 4
-    tokens = torch.randint(0, vocab, (7,), generator=generator)
+    tokens = torch.randint(0, vocab, (7, 2), generator=generator)
     state = SamplingState(1, vocab, (), host_backend())
     expected = Chooser(state).logprobs(logits, tokens, top)
 

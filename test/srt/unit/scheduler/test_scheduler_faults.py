@@ -74,6 +74,16 @@ def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
     assert server.texts["next"] == expected_text(trunk, SamplingParams(max_new_tokens=5, seed=1000))
 
 
+@pytest.mark.parametrize("rules, failure", [([[1, 2]], Failure.REFUSED), ([], Failure.INTERNAL)])
+def test_rules_that_leave_no_token_are_the_clients_own(rules, failure):
+    runner = FakeRunner(300, 12, 6, 400)
+    server = Server(EngineConfig(**SHAPES["tree"]), runner, random.Random(1))
+    runner.faults[1] = Fault(3, fake_runner.no_token)
+    server.add("r", [5, 6], SamplingParams(max_new_tokens=9, seed=1, bad_word_ids=rules))
+    server.finish()
+    assert server.last["r"].finish.failure == failure
+
+
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
 def test_the_client_and_the_log_are_told_why(spoil, caplog):
     runner = FakeRunner(300, 12, 6, 400)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from server_harness import run, says, serving, silent
+from tiny_tokenizer import spell
 
 OK = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
 
@@ -134,7 +135,38 @@ def test_every_bad_body_is_named_and_survived() -> None:
         ("/v1/completions", {"prompt": "a", "max_tokens": -1}, ["max_tokens = -1"]),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, ["temperature = -1.0"]),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, ["suffix", "tokens for filling in"]),
-        ("/v1/completions", {"prompt": "a", "best_of": 3}, ["best_of = 3"]),
+        ("/v1/completions", {"prompt": "a", "best_of": 2, "n": 3}, ["best_of = 2", "n (3)"]),
+        ("/v1/completions", {"prompt": "a", "best_of": 3, "stream": True}, ["best_of", "stream"]),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, ["prompt_logprobs = -1"]),
+        (
+            "/v1/completions",
+            {"prompt": "a", "prompt_logprobs": 1, "stream": True},
+            ["prompt_logprobs = 1", "stream: false"],
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "truncate_prompt_tokens": 0},
+            ["truncate_prompt_tokens = 0", "-1"],
+        ),
+        ("/v1/completions", {"prompt": "a", "bad_words": [" "]}, ["bad_words", "empty"]),
+        ("/v1/completions", {"prompt": "a", "bad_words": 5}, ["bad_words = 5"]),
+        (
+            "/v1/completions",
+            {"prompt": "a", "allowed_token_ids": [300]},
+            ["allowed_token_ids = [300]", "299"],
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "allowed_token_ids": spell("x"), "bad_words": ["x"]},
+            ["allowed_token_ids", "allow others"],
+        ),
+        ("/v1/completions", {"prompt": "a", "token_ids_logprob": [5]}, ["/generate"]),
+        ("/generate", {"text": "a", "token_ids_logprob": [5]}, ["return_logprob"]),
+        (
+            "/generate",
+            {"text": "a", "return_logprob": True, "token_ids_logprob": [300]},
+            ["token_ids_logprob = [300]", "299"],
+        ),
         ("/v1/completions", {"prompt": "a", "logprobs": 99}, ["logprobs = 99"]),
         ("/v1/completions", {"prompt": ["a", 1]}, ["prompt"]),
         (

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from chat_samples import CHATML, HERMES, SAMPLES, WEATHER, Sample
+from chat_samples import BEGUN, CHATML, HERMES, SAMPLES, WEATHER, Sample
 from fake_engine import Script
 from server_harness import Harness, run, serving
 from tiny_tokenizer import EOS, byte_level, spell
@@ -71,6 +71,10 @@ def message_of(events: list[Any]) -> dict[str, Any]:
                 message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", []):
             calls = message.setdefault("tool_calls", [])
+            if "id" not in call:  # more of the latest one's arguments
+                assert call["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                continue
             assert call["index"] == len(calls)
             calls.append(call)
     if not message["content"] and "tool_calls" not in message:
@@ -81,7 +85,9 @@ def message_of(events: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_says_what_the_whole_reply_says(family: str, chunk: int) -> None:
-    samples = [sample for sample in SAMPLES.values() if sample.family == family]
+    samples = [
+        sample for name, sample in SAMPLES.items() if sample.family == family and name not in BEGUN
+    ]
     writes = {"text": ""}
 
     async def check(server: Harness, sample: Sample) -> None:

@@ -7,7 +7,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from mamba_eagle.limits import MAX_RID_LENGTH, MAX_STOP_CHARACTERS, MAX_TOP_LOGPROBS
+from mamba_eagle.limits import (
+    MAX_RID_LENGTH,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
@@ -55,6 +60,9 @@ class GenerateBody(Served):
         "the first token of the prompt with logprobs"
     )
     top_logprobs_num: Annotated[Any, INTEGERS] = says(f"best tokens, up to {MAX_TOP_LOGPROBS}")
+    token_ids_logprob: Annotated[Any, ID_LISTS] = says(
+        "tokens whose logprobs come with return_logprob, or a list of them per prompt"
+    )
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
@@ -108,7 +116,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
                 **schedule,
-                **_read_logprobs(body, i, count, len(token_ids)),
+                **_read_logprobs(body, i, count, len(token_ids), state.vocab_size),
             )
         )
     check_demand(requests, state.context_length)
@@ -183,7 +191,8 @@ def _read_samplings(body: GenerateBody, count: int, state: ServerState) -> list[
 
 def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fields:
     grammar = read_grammar(one, state.grammars, where)
-    params = checked(one, state.vocabulary, where, grammar=grammar)
+    bad_words = one.bad_word_ids(state.prompts)
+    params = checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
     stops = StopStrings(params.stop)
     return {"sampling": params, "seed": one.chosen_seed, "n": one.n, "stops": stops}
 
@@ -233,6 +242,7 @@ def _read_rid_list(value: list[Any], count: int) -> list[str]:
 
 
 RID = kinds.short(MAX_RID_LENGTH)
+NAMED = kinds.integers("token ids", MAX_STOP_TOKEN_IDS)
 
 # ── logprobs ─────────────────────────────────────────────────────────────────────────────────
 
@@ -256,11 +266,17 @@ def _read_adapter(body: GenerateBody, i: int, count: int, state: ServerState) ->
     return str(name)
 
 
-def _read_logprobs(body: GenerateBody, i: int, count: int, prompt_length: int) -> dict[str, Any]:
+def _read_logprobs(
+    body: GenerateBody, i: int, count: int, prompt_length: int, vocab_size: int
+) -> dict[str, Any]:
     """What a prompt wants of logprobs."""
     wanted = _own(body, "return_logprob", kinds.FLAG, i, count)
     start = _own(body, "logprob_start_len", kinds.INTEGER_KIND, i, count)
     best = _own(body, "top_logprobs_num", kinds.INTEGER_KIND, i, count)
+    named = _read_named(body, i, count, vocab_size)
+    if not wanted and named:
+        remedy = "needs return_logprob: send that as well"
+        raise RequestError.about("token_ids_logprob", named, remedy)
     if not wanted:
         return {}
     start = -1 if start is None else start
@@ -278,4 +294,17 @@ def _read_logprobs(body: GenerateBody, i: int, count: int, prompt_length: int) -
         "return_logprob": True,
         "logprob_start": -1 if start == prompt_length else start,
         "top_logprobs": best,
+        "token_ids_logprob": named,
     }
+
+
+def _read_named(body: GenerateBody, i: int, count: int, vocab_size: int) -> list[int]:
+    """Prompt i's token_ids_logprob."""
+    value = body.token_ids_logprob or []
+    if value and isinstance(value[0], list):
+        value = _own(body, "token_ids_logprob", NAMED, i, count)
+    named: list[int] = NAMED.take(value, "token_ids_logprob")
+    if not all(0 <= token < vocab_size for token in named):
+        remedy = f"each must be between 0 and {vocab_size - 1}"
+        raise RequestError.about("token_ids_logprob", named, remedy)
+    return named

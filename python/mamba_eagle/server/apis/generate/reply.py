@@ -51,6 +51,7 @@ class Reply:
         self._ids = JsonList()
         self._own = {"input": JsonList(), "output": JsonList()}
         self._top = {"input": JsonList(), "output": JsonList()}
+        self._named = {"input": JsonList(), "output": JsonList()}
 
     def as_dict(self) -> dict[str, Any]:
         """The reply as it stands, with parts in JSON already."""
@@ -97,6 +98,8 @@ class Reply:
                 meta[f"{side}_token_logprobs"] = self._own[side].raw()
                 if sample.prompt.top_logprobs:
                     meta[f"{side}_top_logprobs"] = self._top[side].raw()
+                if sample.prompt.token_ids_logprob:
+                    meta[f"{side}_token_ids_logprobs"] = self._named[side].raw()
         return meta
 
     # ── logprobs ─────────────────────────────────────────────────────────────────────────────
@@ -112,11 +115,16 @@ class Reply:
         self._own[side].extend([self._entry(item.logprob, item.token_id) for item in items])
         if self.sample.prompt.top_logprobs:
             self._top[side].extend([self._best(item) for item in items])
+        if named := self.sample.prompt.token_ids_logprob:
+            self._named[side].extend(
+                [[self._entry(*each) for each in zip(item.named, named)] or None for item in items]
+            )
 
     def spacing(self, interval: int) -> int:
         """How many new tokens the next event of a stream waits for, at least ``interval``."""
         tokens = self._own["input"].num_items + self._own["output"].num_items
-        if tokens * (1 + self.sample.prompt.top_logprobs) <= MANY_LOGPROBS:
+        prompt = self.sample.prompt
+        if tokens * (1 + prompt.top_logprobs + len(prompt.token_ids_logprob)) <= MANY_LOGPROBS:
             return interval
         return max(interval, int(tokens * GROWTH))
 
@@ -142,7 +150,7 @@ class PieceReply(Reply):
         piece, new_ids = text[self._told_text :], ids[self._told_ids :]
         self._told_text, self._told_ids = len(text), len(ids)
         reply = {"text": piece, "output_ids": new_ids, "meta_info": self.meta_info()}
-        for lists in (self._own, self._top):
+        for lists in (self._own, self._top, self._named):
             for side in lists:
                 lists[side] = JsonList()
         return reply

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import msgspec
 
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.limits import MAX_TOP_LOGPROBS
+from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES, MAX_TOP_LOGPROBS
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
-from mamba_eagle.server.bodies.model import Body, Flag, Integer, Text, needs, read, says
+from mamba_eagle.server.bodies.model import Body, Flag, Text, needs, read, says
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
 from mamba_eagle.server.bodies.sampling import (
     LENGTHS,
@@ -30,8 +30,10 @@ from mamba_eagle.tokenizer.sample import PromptRequest
 from mamba_eagle.tokenizer.stop import StopStrings
 
 TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
+BEST_OF = kinds.integer(1, MAX_SAMPLES)
 # Some clients of /v1/completions send the chat route's true.
 LOGPROBS = kinds.Kind(lambda value: 1 if value is True else TOP.read(value), TOP.must, TOP.schema)
+LAST = kinds.integer(1, MAX_INTEGER, "must be 1 or more, or -1: as many as fit", other=-1)
 MaxTokens = Annotated[int, bounded("max_new_tokens")]
 LONGEST = PARAMETERS["max_new_tokens"][1].about
 
@@ -57,6 +59,17 @@ class OpenAIBody(Common, Sampled, Formatted):
     stream_options: StreamOptions = says("of a stream", StreamOptions())
     return_meta_info: Flag = says("each choice has /generate's meta_info", False)
     return_spec_trace: Flag = says("the tree of each step", False)
+    prompt_logprobs: Annotated[int | None, TOP] = says(
+        "logprobs of the prompt, and this many best tokens beside each; not of streams"
+    )
+    truncate_prompt_tokens: Annotated[int | None, LAST] = says(
+        "at most this many tokens, the prompt's last; -1: as many as fit"
+    )
+
+    @property
+    def samples(self) -> int:
+        """Of each prompt."""
+        return self.n
 
     @property
     def length_name(self) -> str:
@@ -72,11 +85,17 @@ class CompletionBody(OpenAIBody):
     echo: Flag = says("the prompt comes first", False)
     suffix: Text = says("what the output must lead to, of models with tokens for filling in", "")
     logprobs: Annotated[int | None, LOGPROBS] = says("best tokens beside each")
-    best_of: Integer | None = says("as n, or left out")
+    best_of: Annotated[int | None, BEST_OF] = says(
+        "samples of each prompt, of which the n with the best mean logprob come; not of streams"
+    )
     return_token_ids: Flag = says("choices have `prompt_token_ids` and `token_ids`", False)
     return_tokens_as_token_ids: Flag = says("logprobs name tokens as `token_id:5`", False)
 
     REFUSED = known.COMPLETIONS
+
+    @property
+    def samples(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
 
 class OpenAIJob(msgspec.Struct, kw_only=True):
@@ -88,6 +107,8 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
     continuous_usage: bool  # every chunk has the usage so far
     meta_info: bool  # each choice has /generate's meta_info; sglang's evaluations ask for it
     logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
+    prompt_logprobs: int | None = None  # the same of the prompt, in vLLM's form
+    given: int = 1  # choices of each prompt, the best of its samples
     token_ids: bool = False  # completions: choices have those of prompt and output
     token_names: bool = False  # completions: logprobs name tokens by their ids
     echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
@@ -96,14 +117,12 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     body = read(CompletionBody, values)
-    if body.best_of not in (None, body.n):
-        remedy = "choosing among samples is not available; leave it out"
-        raise RequestError.about("best_of", body.best_of, remedy)
+    _check_best_of(body)
     tokenizer = state.prompts.need_tokenizer("/v1/completions")
     limit_prompts(body.prompt, "prompt")
     count = count_prompts(body.prompt)
-    state.limit_samples(count, body.n * count)
-    prompts = state.prompts.any(body.prompt, "prompt")
+    state.limit_samples(count, body.samples * count)
+    prompts = state.prompts.keeping(body.truncate_prompt_tokens).any(body.prompt, "prompt")
     if body.suffix:
         prompts = _with_suffix(body, state, prompts)
     job = make_job(
@@ -120,6 +139,16 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     return job
 
 
+def _check_best_of(body: CompletionBody) -> None:
+    problem = ""
+    if body.samples < body.n:
+        problem = f"must be n ({body.n}) or more"
+    elif body.samples > body.n and body.stream:
+        problem = "the best are known at the end, and a stream begins before: send stream: false"
+    if problem:
+        raise RequestError.about("best_of", body.best_of, problem)
+
+
 def make_job(
     body: OpenAIBody,
     state: ServerState,
@@ -130,8 +159,13 @@ def make_job(
     echoes: list[str],
     grammar: str,
 ) -> OpenAIJob:
+    if body.prompt_logprobs is not None and body.stream:
+        remedy = "does not come with a stream: send stream: false"
+        raise RequestError.about("prompt_logprobs", body.prompt_logprobs, remedy)
     rid = body.rid or f"{kind}-{uuid.uuid4().hex}"
-    n = body.n
+    n = body.samples
+    wanted = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
+    of_prompt = body.prompt_logprobs is not None or (bool(echoes) and logprobs is not None)
     samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
     stops: StopStrings | None = None
     schedule = body.schedule(state.config)
@@ -151,9 +185,9 @@ def make_job(
                 n=n,
                 sample_rids=[own] if n == 1 else [f"{own}_{k}" for k in range(n)],
                 stops=stops,
-                return_logprob=logprobs is not None,
-                logprob_start=0 if echoes and logprobs is not None else -1,
-                top_logprobs=logprobs or 0,
+                return_logprob=bool(wanted) or n > body.n,
+                logprob_start=0 if of_prompt else -1,
+                top_logprobs=max(wanted, default=0),
                 return_spec_trace=body.return_spec_trace,
                 adapter=state.adapter_of(body.model),
                 cache=body.cache_hints(len(ids)),
@@ -171,6 +205,8 @@ def make_job(
         continuous_usage=body.stream_options.continuous_usage_stats,
         meta_info=body.return_meta_info,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        given=body.n,
         echoes=echoes,
     )
 
@@ -185,6 +221,7 @@ def _sampling(body: OpenAIBody, state: ServerState, length: int, grammar: str) -
         max_new_tokens=length,
         min_new_tokens=body.min_tokens,
         grammar=grammar,
+        bad_word_ids=body.bad_word_ids(state.prompts),
     )
 
 

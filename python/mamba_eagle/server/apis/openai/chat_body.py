@@ -53,15 +53,17 @@ def _documents(value: Any) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How the samples of a chat are read. ``family`` None: all is content."""
+    """How the samples of a chat are read. ``family`` None: all is content. ``is_live``: calls come
+    in pieces."""
 
     family: Family | None = None
     prefix: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     max_calls: int | None = None
+    is_live: bool = False
 
     def parser(self) -> OutputParser:
-        return make_parser(self.family, self.prefix, self.tools, self.max_calls)
+        return make_parser(self.family, self.prefix, self.tools, self.max_calls, self.is_live)
 
 
 @dataclass(kw_only=True)
@@ -120,20 +122,22 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
     if body.logprobs:
         wanted = TOP.take(0 if body.top_logprobs is None else body.top_logprobs, "top_logprobs")
     tools, chat, text = render_chat(body, state)
-    form = _form(body.separate_reasoning, state.chat, tools, chat, text)
+    form = _form(body, state.chat, tools, chat, text)
     # The template writes the special tokens itself.
     (ids,) = state.prompts.encode([text], ["messages"], False)
 
     def max_tokens(length: int) -> int:
         # As with OpenAI, a chat without a limit goes on until the model stops.
         given = getattr(body, body.length_name)
-        return fitting_output(n, wanted, state.context_length - length) if given is None else given
+        tops = [top for top in (wanted, body.prompt_logprobs) if top is not None]
+        room = state.context_length - length
+        return fitting_output(n, max(tops, default=None), room) if given is None else given
 
     job = make_job(
         body,
         state,
         "chatcmpl",
-        [state.prompts.check(ids, "messages")],
+        [state.prompts.keeping(body.truncate_prompt_tokens).check(ids, "messages")],
         max_tokens,
         wanted,
         [],
@@ -236,14 +240,15 @@ def _thinking(enabled: bool) -> dict[str, Any]:
 
 
 def _form(
-    separate: bool, format: ChatFormat, tools: Tools | None, chat: Chat, prompt: str
+    body: ChatBody, format: ChatFormat, tools: Tools | None, chat: Chat, prompt: str
 ) -> OutputForm:
     calls = tools is not None and tools.may_call
-    family = format.reader(calls, separate)
+    family = format.reader(calls, body.separate_reasoning)
     answers = chat.add_generation_prompt or chat.continue_final_message
     return OutputForm(
         family,
         format.prefix(prompt) if answers else "",
         readable_tools(chat.tools or ()) if calls else (),
         1 if tools is not None and not tools.parallel else None,
+        body.stream,
     )

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from mamba_eagle.chat.parse import OutputParser, Piece, TextPiece, ToolCall
+from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
+from mamba_eagle.chat.parse import OutputParser, Piece, TextPiece
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.openai.body import OpenAIJob
 from mamba_eagle.server.apis.openai.choice import Choice
@@ -43,6 +44,9 @@ class ChatChoice(Choice):
             message["content"] = ""
         return self._choice(message=message, logprobs=self._new_logprobs())
 
+    def of_reply(self) -> dict[str, Any]:
+        return self.prompt_logprobs()
+
     def pieces(self) -> Iterator[dict[str, Any]]:
         # taken first: the meta_info of a sample that has ended takes what is left of it
         new, logprobs = self._new_pieces(), self._new_logprobs()
@@ -50,7 +54,7 @@ class ChatChoice(Choice):
             self._begun = True
             first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
             yield {**first, "finish_reason": None}
-        deltas = [self._delta(piece) for piece in new]
+        deltas = [self._delta(piece) for piece in new if _says_something(piece)]
         if not deltas and (logprobs or self._has_new_steps):
             deltas = [{"content": ""}]
         for delta in deltas:
@@ -69,6 +73,9 @@ class ChatChoice(Choice):
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, TextPiece):
             return {piece.field: piece.text}
+        if isinstance(piece, ArgumentsPiece):
+            more = {"index": self._calls - 1, "function": {"arguments": piece.text}}
+            return {"tool_calls": [more]}
         index = self._calls
         self._calls += 1
         return {"tool_calls": [_call(piece, index)]}
@@ -84,7 +91,8 @@ class ChatChoice(Choice):
 
     def _entry(self, item: TokenLogprob) -> dict[str, Any]:
         entry = self._token(item.token_id, item.logprob)
-        entry["top_logprobs"] = [self._token(token, logprob) for logprob, token in item.top]
+        best = item.top[: self.job.logprobs]
+        entry["top_logprobs"] = [self._token(token, logprob) for logprob, token in best]
         return entry
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
@@ -93,6 +101,10 @@ class ChatChoice(Choice):
             "logprob": logprob,
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
+
+
+def _says_something(piece: Piece) -> bool:
+    return not isinstance(piece, ArgumentsPiece) or bool(piece.text)
 
 
 def _call(call: ToolCall, index: int) -> dict[str, Any]:

@@ -23,12 +23,29 @@ class Choice(ABC):
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
         self.sample = sample
+        self.index = sample.index
         self.tokenizer = tokenizer
         self.job = job
+        self._total = 0.0  # of the output's logprobs
         self._sent = 0  # characters
         self._told_steps = 0
         self._meta = Reply(sample, tokenizer, False) if job.meta_info else None
         self._logprobs = {name: JsonList() for name in self.lists}
+        self._prompt_logprobs = JsonList()
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the output; 0 unless logprobs were asked for."""
+        return self._total / max(1, len(self.sample.output_ids))
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """The field that has them, if they were asked for."""
+        asked = self.job.prompt_logprobs is not None
+        return {"prompt_logprobs": self._prompt_logprobs.raw()} if asked else {}
+
+    def of_reply(self) -> dict[str, Any]:
+        """Fields of the reply that this API has there, not in the choice."""
+        return {}
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -48,11 +65,33 @@ class Choice(ABC):
         if self._meta is not None:
             self._meta.add_logprobs("input", sample.input_logprobs)
             self._meta.add_logprobs("output", sample.logprobs)
-        items = sample.input_logprobs + sample.logprobs
+        items = (sample.input_logprobs if self.job.echoes else []) + sample.logprobs
+        self._total += sum(item.logprob or 0.0 for item in sample.logprobs)
+        if (best := self.job.prompt_logprobs) is not None:
+            self._prompt_logprobs.extend(
+                [self._prompt_entry(item, best) for item in sample.input_logprobs]
+            )
         sample.input_logprobs, sample.logprobs = [], []
         if self.job.logprobs is not None and items:
             for column, more in zip(self._logprobs.values(), self._columns(items)):
                 column.extend(more)
+
+    def _prompt_entry(self, item: TokenLogprob, best: int) -> dict[str, Any] | None:
+        """As vLLM has it: the token's own and the best ones, by id. A rank is known of these."""
+        if item.logprob is None:  # the first token follows nothing
+            return None
+        ranked = [(token, value, rank) for rank, (value, token) in enumerate(item.top, 1)]
+        own = [(item.token_id, item.logprob, None)]
+        found = {token: (value, rank) for token, value, rank in [*own, *ranked[:best]]}
+        found |= {token: (value, rank) for token, value, rank in ranked if token == item.token_id}
+        return {
+            str(token): {
+                "logprob": value,
+                "rank": rank,
+                "decoded_token": self.tokenizer.token_text(token),
+            }
+            for token, (value, rank) in found.items()
+        }
 
     def _new_text(self) -> str:
         text = self.sample.visible_text()[self._sent :]
@@ -70,7 +109,7 @@ class Choice(ABC):
     def _choice(self, **content: Any) -> dict[str, Any]:
         finish = self.sample.finish
         choice = {
-            "index": self.sample.index,
+            "index": self.index,
             **content,
             "finish_reason": finish.kind if finish is not None else None,
         }
@@ -102,7 +141,7 @@ class CompletionChoice(Choice):
         self._told_ids = 0
 
     def whole(self) -> dict[str, Any]:
-        return self._piece()
+        return {**self._piece(), **self.prompt_logprobs()}
 
     def pieces(self) -> Iterator[dict[str, Any]]:
         piece = self._piece()
@@ -127,7 +166,7 @@ class CompletionChoice(Choice):
             offsets.append(self._offset)
             self._offset += len(token)
         best = [
-            {name(token_id): logprob for logprob, token_id in item.top}
+            {name(token_id): logprob for logprob, token_id in item.top[: self.job.logprobs]}
             if self.job.logprobs and item.logprob is not None
             else None
             for item in items

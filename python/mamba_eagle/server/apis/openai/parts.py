@@ -17,6 +17,7 @@ import msgspec
 from fastapi import Request, Response
 
 from mamba_eagle.chat.family import CALLS, REASONING
+from mamba_eagle.chat.live_calls import ArgumentsPiece
 from mamba_eagle.chat.parse import OutputParser, TextPiece
 from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.openai.chat_body import ChatJob
@@ -73,11 +74,12 @@ class Parts:
                     yield from self._close()
                     yield self._begin(piece.field)
                 yield self._add(piece.text)
+            elif isinstance(piece, ArgumentsPiece):
+                yield from self._add_arguments(piece.text, piece.is_last)
             else:
                 yield from self._close()
                 yield self._begin(CALLS, piece.name)
-                yield self._add(piece.arguments)
-                yield from self._close()
+                yield from self._add_arguments(piece.arguments, piece.is_whole)
         if self.sample.finish is not None:
             if self._open is not None:
                 self._open.cut = self.sample.finish.kind == "length"
@@ -87,6 +89,12 @@ class Parts:
         self._open = Part(len(self.all), field, uuid.uuid4().hex[:24], name=name)
         self.all.append(self._open)
         return News(OPENED, self._open)
+
+    def _add_arguments(self, text: str, is_last: bool) -> Iterator[News]:
+        if text:
+            yield self._add(text)
+        if is_last:
+            yield from self._close()
 
     def _add(self, text: str) -> News:
         assert self._open is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
+from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -69,20 +70,35 @@ async def _serve(
     def take(sample: Sample) -> None:
         choices[sample.index].take_logprobs()
 
-    wants_logprobs = job.logprobs is not None
+    wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
     if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
         return Response(status_code=499)  # the client has left
     for sample in live.samples:
         if (error := choice_error(sample)) is not None:
             raise error
+    given = best_of_each(choices, job.given)
     return json_response(
         {
             **head,
             "object": choices[0].object_name,
-            "choices": await json_parts([choice.whole for choice in choices]),
+            "choices": await json_parts([choice.whole for choice in given]),
             "usage": usage(live),
+            **choices[0].of_reply(),
         }
     )
+
+
+def best_of_each(choices: list[Choice], given: int) -> list[Choice]:
+    """Of each prompt's samples those with the best mean logprobs, numbered anew."""
+    found: list[Choice] = []
+    for _, own in groupby(choices, lambda choice: id(choice.sample.prompt)):
+        samples = list(own)
+        if len(samples) > given:
+            samples = sorted(samples, key=lambda choice: -choice.mean_logprob)[:given]
+        found += samples
+    for index, choice in enumerate(found):
+        choice.index = index
+    return found
 
 
 async def _stream(
