@@ -4,12 +4,13 @@
     server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
+    server    ── JoinGroup, LeaveGroup, TakeTensors, SumWeights ─▶ scheduler, and on to the runner
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
-    server    ◀── ProfileReply, AdapterReply, Done ─────────────── scheduler
+    server    ◀── ProfileReply, AdapterReply, Done, RankReply ──── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ── ChangeModel ────────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
-    scheduler ◀── AdapterRead ──────────────────────────────────── runner
+    scheduler ◀── AdapterRead, RankReply ───────────────────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
@@ -147,6 +148,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str = ""
     drafter: str = ""
     version: str = ""  # what replies call them from then on; "": as before
+    received: bool = False  # the folders hold what groups have sent; all else is as before
 
 
 class ChangeModel(Message):
@@ -158,6 +160,55 @@ class ChangeModel(Message):
     weights: Weights | None = None
     release: list[str] = []  # tags (core.MEMORY_TAGS); memory is free while one is released
     resume: list[str] = []
+
+
+class JoinGroup(Message):
+    """Meet a trainer, which is rank 0, and other ranks in a group of torch.distributed. This and
+    the three below are done beside the steps, and each rank answers with a RankReply."""
+
+    call_id: int
+    name: str
+    host: str  # where the trainer's store listens
+    port: int
+    size: int  # ranks, the trainer's among them
+    first_rank: int  # of this engine's ranks
+    backend: str  # nccl or gloo
+    seconds: float  # that joining, and each tensor later, may take
+
+
+class LeaveGroup(Message):
+    """Leave a group."""
+
+    call_id: int
+    name: str
+
+
+class TensorInfo(msgspec.Struct, array_like=True):
+    """A tensor that a trainer is about to send."""
+
+    name: str  # as the model's checkpoint has it
+    dtype: str  # as torch names it
+    shape: list[int]
+
+
+class TakeTensors(Message):
+    """Receive the trainer's broadcasts and write them to a folder. Names, shapes and dtypes are
+    compared with the checkpoint that is served before the first one; where they do not fit, or
+    something fails later, the group is left."""
+
+    call_id: int
+    group: str
+    folder: str
+    tensors: list[TensorInfo]
+    is_drafter: bool = False
+    # > 0: several travel side by side as bytes, until they are more than that
+    chunk_bytes: int = 0
+
+
+class SumWeights(Message):
+    """Checksums of the weights as each rank holds them."""
+
+    call_id: int
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -300,6 +351,15 @@ class Done(Message):
 
     call_id: int
     problem: str = ""  # why nothing has changed
+
+
+class RankReply(Message):
+    """A rank's answer to a JoinGroup, LeaveGroup, TakeTensors or SumWeights."""
+
+    call_id: int
+    rank: int
+    problem: str = ""  # why nothing has changed
+    checksums: dict[str, str] = {}  # hexadecimal digits, by tensor
 
 
 class CacheNode(msgspec.Struct, kw_only=True):
@@ -581,13 +641,24 @@ class Heartbeat(Message):
 BEAT_SECONDS = 0.5
 
 Changes = LoadAdapter | UnloadAdapter
-Question = FlushCache | GetState | GetCache | Profile | Changes | Pause | Continue | ChangeModel
+ForRanks = JoinGroup | LeaveGroup | TakeTensors | SumWeights
+Control = Pause | Continue | ChangeModel | ForRanks
+Question = FlushCache | GetState | GetCache | Profile | Changes | Control
 ToScheduler = Generate | Abort | StopAt | Question
-Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done
+Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done | RankReply
 ToServer = Ready | Outputs | Answer
 ForAdapters = ReadAdapter | DropAdapter
 ToRunner = (
-    Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar | ForAdapters | ChangeModel
+    Plan
+    | Shutdown
+    | SimulateAcceptance
+    | Profile
+    | CompileGrammar
+    | ForAdapters
+    | ChangeModel
+    | ForRanks
 )
-FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done
+FromRunner = (
+    RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply
+)
 ToWatchdog = Heartbeat

@@ -29,6 +29,17 @@ PIPES: dict[str, Any] = {
 }
 
 
+# in a private folder: the process that it belongs to
+PID_FILE = "server.pid"
+# a folder of weights that ranks were sent; it goes with the rank that made it
+RECEIVED_PREFIX = "mamba-eagle-weights-"
+
+
+def memory_dir() -> str:
+    """Where files are memory, if there is such a place."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
 def make_socket_dir() -> str:
     """A new private folder (mode 0700) for the pipes; the caller removes it at exit."""
     return tempfile.mkdtemp(prefix="mamba-eagle-")

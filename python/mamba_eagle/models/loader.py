@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mamba_eagle.models")
 
+INDEX = "model.safetensors.index.json"
 PROGRESS_FROM_BYTES = 1 << 28  # smaller checkpoints load too fast for a progress bar
 MAX_SHOWN = 40  # names in a message
 Slice = tuple[int | None, int | None]  # which one of a stack, and which half of it; None: all
@@ -129,10 +130,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     broken, twice = [], []
+    places = weight_map(folder) or {}
     for path in checkpoint_files(folder):
         try:
             with safe_open(path, framework="pt"):  # checks that tensors fill the file, side by side
                 stored = read_header(path)
+                # a file may have an older form of what the index has elsewhere
+                stored = {n: s for n, s in stored.items() if places.get(n, path.name) == path.name}
         except (SafetensorError, OSError) as error:
             broken.append(f"{path}: {error}")
             continue
@@ -359,15 +363,24 @@ def checkpoint_tensors(
                 at += 1
 
 
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Each tensor's file, by the index; None without one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    places = read_json(index).get("weight_map")
+    names = places.values() if isinstance(places, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{index}: weight_map must name a file for each tensor")
+    return places
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded ones by their index."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        names = places.values() if isinstance(places, dict) else [None]
-        if not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{index}: weight_map must name a file for each tensor")
-        files = [folder / name for name in sorted(set(names))]
+    whole = folder / "model.safetensors"
+    places = weight_map(folder)
+    if places is not None:
+        files = [folder / name for name in sorted(set(places.values()))]
     elif whole.is_file():
         files = [whole]  # other files may hold the same weights again
     else:

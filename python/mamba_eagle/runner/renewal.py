@@ -22,6 +22,7 @@ from mamba_eagle.drafting import draft_source
 from mamba_eagle.lora.slots import HostAdapter
 from mamba_eagle.message import ChangeModel, Weights
 from mamba_eagle.models.loader import weight_problems
+from mamba_eagle.models.received import complete, forget
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS, assemble
 from mamba_eagle.runner.heap import give_back_freed_memory
@@ -55,6 +56,9 @@ class Renewal:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner: ModelRunner | None = runner
+        self.started_with = runner.config
+        # what is received, for the ranks of its node
+        self.writes = runner.parts.ranks.number % runner.config.ranks_per_node == 0
         self.kept: Kept | None = None  # since the first change
         self.released: set[str] = set()
 
@@ -68,9 +72,14 @@ class Renewal:
             self.kept = Kept.of(self.runner)
         assert self.kept is not None
         if asked.weights is not None:
-            config = other_folders(self.kept.config, asked.weights)
-            wrong = update_problems(config, self.kept.config)
-            if self.kept.ranks.smallest([not wrong]) == [0]:
+            before = self.kept.config
+            config = other_folders(before, asked.weights)
+            wrong = self._complete(asked.weights, before) or update_problems(config, before)
+            refused = self.kept.ranks.smallest([not wrong]) == [0]
+            kept, gone = (before, config) if refused else (config, before)
+            if self.writes:
+                forget(folders_of(gone) - folders_of(kept))
+            if refused:
                 return "\n".join(wrong) or "another rank has refused the weights: see its log"
             self.kept = self.kept._replace(config=config)
         self.released = self.released.union(asked.release).difference(asked.resume)
@@ -89,8 +98,33 @@ class Renewal:
                 self.runner.adapters.keep(number, adapter)
         return ""
 
+    @property
+    def config(self) -> EngineConfig:
+        """With the folders that are served."""
+        return self.kept.config if self.kept is not None else self.started_with
+
+    def _complete(self, weights: Weights, before: EngineConfig) -> list[str]:
+        """Make checkpoints of what groups have sent; all ranks wait for it."""
+        assert self.kept is not None
+        wrong = []
+        if weights.received and self.writes:
+            pairs = {
+                weights.target: before.model_path,
+                weights.drafter: before.speculative_draft_model_path,
+            }
+            try:
+                for folder, base in pairs.items():
+                    if folder and base:
+                        complete(folder, base)
+            except OSError as error:
+                wrong = [f"what was received: {error}"]
+        self.kept.ranks.smallest([1])
+        return wrong
+
     def close(self) -> None:
         """Leave the other ranks."""
+        if self.writes:
+            forget(folders_of(self.config))
         if self.runner is not None:
             self.runner.close()
         elif self.kept is not None:
@@ -105,6 +139,10 @@ def other_folders(config: EngineConfig, weights: Weights) -> EngineConfig:
         drafter = config.speculative_draft_model_path
         drafter = target if drafter == old else drafter
     return dataclasses.replace(config, model_path=target, speculative_draft_model_path=drafter)
+
+
+def folders_of(config: EngineConfig) -> set[str]:
+    return {config.model_path, config.speculative_draft_model_path} - {""}
 
 
 def update_problems(new: EngineConfig, old: EngineConfig) -> list[str]:

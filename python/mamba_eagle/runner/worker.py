@@ -8,12 +8,14 @@ from collections import deque
 from typing import Any
 
 import zmq
+from torch import nn
 
 from mamba_eagle.message import (
     ChangeModel,
     CompileGrammar,
     Done,
     DropAdapter,
+    ForRanks,
     FromRunner,
     Plan,
     Profile,
@@ -31,6 +33,7 @@ from mamba_eagle.runner.profiler import StepProfiler
 from mamba_eagle.runner.pulse import Pulse
 from mamba_eagle.runner.renewal import Renewal
 from mamba_eagle.runner.steps.launched import Launched
+from mamba_eagle.runner.transfers import Member, Transfers
 from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
@@ -58,6 +61,7 @@ class Worker:
         self.launched: deque[Launched] = deque()
         self.compiling = Compiling(runner.constraints)
         self.reading = AdapterReader(runner.adapters)
+        self.transfers = Transfers(Member(rank, self.renewal.writes, runner.backend.device))
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         self._adopt(runner)
         self.results.send(runner.ready)
@@ -81,6 +85,8 @@ class Worker:
                 self.reading.begin(message)
             elif isinstance(message, DropAdapter):
                 self.runner.adapters.drop(message.number)
+            elif isinstance(message, ForRanks):
+                self.transfers.begin(message, self.renewal.config, self._modules())
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:
@@ -90,9 +96,12 @@ class Worker:
                     self.results.send(answer)
             for read in self.reading.take_done():
                 self.results.send(read)
+            for reply in self.transfers.take_done():
+                self.results.send(reply)
 
     def close(self) -> None:
         """After ``serve``: the runner leaves the others."""
+        self.transfers.close()
         self.renewal.close()
 
     def _adopt(self, runner: ModelRunner) -> None:
@@ -108,6 +117,18 @@ class Worker:
             self._adopt(self.renewal.runner)
         if self.answers:
             self.results.send(Done(call_id=asked.call_id, problem=problem))
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Those with weights, by what stands before the names of these."""
+        runner = self.renewal.runner
+        if runner is None:
+            return {}
+        parts = vars(getattr(runner.drafter, "network", runner.drafter)).items()
+        heads = {f"drafter.{name}.": part for name, part in parts if isinstance(part, nn.Module)}
+        return {
+            "": runner.model,
+            **{k: head for k, head in heads.items() if head is not runner.model},
+        }
 
     def _let_go(self) -> None:
         del self.runner, self.reading.adapters
@@ -127,10 +148,11 @@ class Worker:
 
     def _wait(self) -> ToRunner | None:
         plans = self.plans
-        if self.renewal.runner is None and not self.compiling:
+        beside = self.compiling or self.transfers
+        if self.renewal.runner is None and not beside:
             return plans.receive()
         if not self.launched:
-            if self.compiling or self.reading:
+            if beside or self.reading:
                 return plans.receive(timeout_ms=COMPILED_MS)
             if not self.runner.turns:
                 return plans.receive()

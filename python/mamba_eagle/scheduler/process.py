@@ -32,11 +32,14 @@ from mamba_eagle.message import (
     GetState,
     GrammarCompiled,
     Heartbeat,
+    JoinGroup,
+    LeaveGroup,
     LoadAdapter,
     Outputs,
     Pause,
     Profile,
     ProfileReply,
+    RankReply,
     Ready,
     RequestOutput,
     RunnerReady,
@@ -44,6 +47,8 @@ from mamba_eagle.message import (
     StateReply,
     StepResult,
     StopAt,
+    SumWeights,
+    TakeTensors,
     ToRunner,
     ToScheduler,
     ToServer,
@@ -182,7 +187,7 @@ class SchedulerProcess:
                             ),
                         )
                     )
-                case Profile():
+                case Profile() | JoinGroup() | LeaveGroup() | TakeTensors() | SumWeights():
                     self.plans.send(message)
                 case LoadAdapter():
                     self.answer(self.scheduler.adapters.load(message))
@@ -216,7 +221,7 @@ class SchedulerProcess:
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
-        if isinstance(result, ProfileReply):
+        if isinstance(result, (ProfileReply, RankReply)):
             self.outputs.send(result)
         elif isinstance(result, Done):
             self.scheduler.pauses.changed(worked=not result.problem)

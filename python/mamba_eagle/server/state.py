@@ -31,6 +31,7 @@ from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import api_keys
 from mamba_eagle.server.http.request_id import trace_parent
+from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
 from mamba_eagle.tokenizer.manager import TokenizerManager
@@ -48,6 +49,7 @@ class ServerState:
     lifetime: Lifetime = field(default_factory=Lifetime)
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
     paused: bool = False  # requests that come wait
+    incoming: Incoming = field(default_factory=Incoming)  # weights from a group
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class TokenizerManager:
         self._live = LiveSamples()
         self._numbers = itertools.count(1)
         self._outbox = Outbox(self._sender)
-        self.ask = Questions(self._sender, recorder)
+        self.ask = Questions(self._sender, recorder, config.num_ranks)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(Receiver(context, socket_dir, "to_server"), self._receive)
 

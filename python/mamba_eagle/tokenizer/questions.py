@@ -20,13 +20,18 @@ from mamba_eagle.message import (
     FlushReply,
     GetCache,
     GetState,
+    JoinGroup,
+    LeaveGroup,
     LoadAdapter,
     Pause,
     PauseMode,
     Profile,
     ProfileReply,
     Question,
+    RankReply,
     StateReply,
+    SumWeights,
+    TakeTensors,
     ToScheduler,
     UnloadAdapter,
     Weights,
@@ -35,6 +40,8 @@ from mamba_eagle.message.channel import Sender
 from mamba_eagle.tokenizer.errors import EngineDead
 from mamba_eagle.tokenizer.observer import Observer
 
+RANKS_SECONDS = 60.0  # for ranks to answer, beside what they wait for
+
 
 class Questions:
     """Each is asked under a number of its own, which its answer repeats.
@@ -42,15 +49,23 @@ class Questions:
     All raise EngineDead, or TimeoutError if the answer does not come in time.
     """
 
-    def __init__(self, sender: Sender[ToScheduler], recorder: Observer) -> None:
-        self._sender, self._recorder = sender, recorder
+    def __init__(self, sender: Sender[ToScheduler], recorder: Observer, num_ranks: int = 1) -> None:
+        self._sender, self._recorder, self._num_ranks = sender, recorder, num_ranks
+        self._replies: dict[int, list[RankReply]] = {}  # of some ranks
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
 
     def answer(self, reply: Answer) -> None:
         asked = self._waiting.get(reply.call_id)
-        if asked is not None and not asked.done():
+        if asked is None or asked.done():
+            return
+        if isinstance(reply, RankReply):
+            replies = self._replies.setdefault(reply.call_id, [])
+            replies.append(reply)
+            if len(replies) == self._num_ranks:
+                asked.set_result(sorted(replies, key=lambda reply: reply.rank))
+        else:
             asked.set_result(reply)
 
     def fail(self, message: str) -> None:
@@ -127,6 +142,25 @@ class Questions:
         item = ChangeModel(call_id=next(self._numbers), weights=weights, **tags)
         return await self._done(item, timeout)
 
+    async def join_group(self, **fields: Any) -> Done:
+        """fields: those of JoinGroup."""
+        item = JoinGroup(call_id=next(self._numbers), **fields)
+        return _together(await self._ask(item, item.seconds + RANKS_SECONDS))
+
+    async def leave_group(self, name: str) -> Done:
+        item = LeaveGroup(call_id=next(self._numbers), name=name)
+        return _together(await self._ask(item, RANKS_SECONDS))
+
+    async def take_tensors(self, timeout: float = 3600.0, **fields: Any) -> Done:
+        """fields: those of TakeTensors."""
+        item = TakeTensors(call_id=next(self._numbers), **fields)
+        return _together(await self._ask(item, timeout))
+
+    async def checksums(self, timeout: float = 600.0) -> list[RankReply]:
+        """Of the weights, by rank."""
+        replies: list[RankReply] = await self._ask(SumWeights(call_id=next(self._numbers)), timeout)
+        return replies
+
     async def _done(self, item: Question, timeout: float) -> Done:
         reply = await self._ask(item, timeout)
         assert isinstance(reply, Done)
@@ -142,3 +176,10 @@ class Questions:
             return await asyncio.wait_for(asked, timeout)
         finally:
             del self._waiting[item.call_id]
+            self._replies.pop(item.call_id, None)
+
+
+def _together(replies: Sequence[RankReply]) -> Done:
+    """The first problem that a rank has had."""
+    problems = [reply.problem for reply in replies if reply.problem]
+    return Done(call_id=replies[0].call_id, problem=problems[0] if problems else "")

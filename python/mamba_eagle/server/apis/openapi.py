@@ -21,6 +21,13 @@ from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
 from mamba_eagle.server.apis.profile import ProfileBody
 from mamba_eagle.server.apis.responses.body import ResponseBody
+from mamba_eagle.server.apis.rollouts.group import (
+    FinishBody,
+    GroupBody,
+    InitBody,
+    LeaveBody,
+    TensorsBody,
+)
 from mamba_eagle.server.apis.rollouts.memory import TagsBody
 from mamba_eagle.server.apis.rollouts.pauses import PauseBody
 from mamba_eagle.server.apis.rollouts.tokens import TokensBody
@@ -54,6 +61,11 @@ BODIES: Mapping[str, type[Body]] = {
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": DiskBody,
     "/update_weights": DirectoryBody,
+    "/init_weights_update_group": GroupBody,
+    "/destroy_weights_update_group": LeaveBody,
+    "/update_weights_from_distributed": TensorsBody,
+    "/init_weight_transfer_engine": InitBody,
+    "/finish_weight_update": FinishBody,
     "/release_memory_occupation": TagsBody,
     "/resume_memory_occupation": TagsBody,
 }

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from mamba_eagle.config import ConfigError
-from mamba_eagle.message.channel import PIPES, make_socket_dir, remove_socket_dir
+from mamba_eagle.message.channel import (
+    PID_FILE,
+    PIPES,
+    make_socket_dir,
+    memory_dir,
+    remove_socket_dir,
+)
 
-PID_FILE = "server.pid"
 MAX_ADDRESS = 107  # bytes of a Unix socket's path
 
 
@@ -35,7 +41,8 @@ def new_socket_dir() -> str:
 
 def remove_stale_dirs() -> None:
     """Removes the folders of this user whose server was killed before it could remove them."""
-    for path in Path(tempfile.gettempdir()).glob("mamba-eagle-*"):
+    found = (Path(place).glob("mamba-eagle-*") for place in {tempfile.gettempdir(), memory_dir()})
+    for path in chain.from_iterable(found):
         try:
             if path.stat().st_uid != os.getuid() or path.is_symlink():
                 continue

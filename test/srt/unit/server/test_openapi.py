@@ -108,9 +108,7 @@ def test_the_description_is_whole_and_right_bodies_fit_it() -> None:
                 for route in server.app.state.routes
                 if "POST" in route.methods
             }
-            bare = {"/init_weights_update_group", "/init_weight_transfer_engine"}
-            bare |= {"/update_weights_from_distributed"}
-            bare |= {"/start_weight_update", "/finish_weight_update"}
+            bare = {"/start_weight_update", "/start_draft_weight_update"}
             bare |= {"/flush_cache", "/stop_profile", "/reset_prefix_cache", "/sleep", "/wake_up"}
             bare |= {"/pause", "/resume", "/continue_generation"}
             bare |= {"/get_weight_version", "/weight_version", "/update_weights_from_tensor"}

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import shown
 from mamba_eagle.message import PauseMode
+from mamba_eagle.server.apis.rollouts.group import finish
 from mamba_eagle.server.apis.rollouts.operator import answered, operated
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, says
@@ -109,5 +110,7 @@ async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
 
 async def _go_on(request: Request) -> None:
     state = operated(request)
+    if not state.incoming.begun:
+        await finish(state)
     await answered(state.manager.ask.go_on())
     state.paused = False

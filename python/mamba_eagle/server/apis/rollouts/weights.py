@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.limits import MAX_RID_LENGTH
 from mamba_eagle.message import Weights
+from mamba_eagle.server.apis.rollouts.group import GROUP, UpdateInfo, Version, listed, take, version
 from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Text, says
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, read, says
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 
@@ -18,12 +18,7 @@ NO_PICKLE = (
     "tensors in this form are pickled, and a pickle can run any code: write them with safetensors "
     "and send the folder to /update_weights_from_disk; below /dev/shm they never leave memory"
 )
-NO_GROUP = (
-    "this server joins no group of processes: write the weights with safetensors and send the "
-    "folder to /update_weights_from_disk; below /dev/shm they never leave memory"
-)
 NO_FORMAT = "the folder's config.json says it: leave it out"
-Version = Annotated[str, kinds.short(MAX_RID_LENGTH)]
 router = APIRouter()
 
 
@@ -47,11 +42,7 @@ class DirectoryBody(Body):
 
     weight_dir: Text = says("folder with safetensors and the model's config.json", "")
     weight_version: Version = says("what replies are to call the weights", "")
-
-    REFUSED = {
-        "update_info": "tensors from a group of processes are not taken: write them with "
-        "safetensors and send weight_dir"
-    }
+    update_info: Object = says("instead: tensors that a group sends, in this order", {})
 
 
 @router.post("/update_weights_from_disk")
@@ -71,21 +62,20 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 @router.post("/update_weights")
 async def update_weights(request: Request) -> Response:
-    """As /update_weights_from_disk, from ``weight_dir``."""
+    """From ``weight_dir`` as /update_weights_from_disk; from a group as
+    /update_weights_from_distributed, or as a part of what /start_weight_update began."""
     state = trusted(request)
-    body = await state.read_control(request, DirectoryBody)
-    if not body.weight_dir:
+    body = await state.bodies.read(request, lambda values: read(DirectoryBody, values))
+    if body.update_info:
+        info = read(UpdateInfo, body.update_info, "update_info")
+        tensors = listed(info.names, info.dtype_names, info.shapes, "dtype_names")
+        state.incoming.version = body.weight_version or state.incoming.version
+        await take(state, tensors, GROUP, info.packed_buffer_size_bytes if info.packed else 0)
+    elif body.weight_dir:
+        await _update(state, body.weight_dir, "", body.weight_version)
+    else:
         raise RequestError.about("weight_dir", "", "must be a folder on the server")
-    await _update(state, body.weight_dir, "", body.weight_version)
-    return json_response({"status": "ok", "weight_version": state.manager.weight_version})
-
-
-@router.post("/start_weight_update")
-@router.post("/finish_weight_update")
-async def update_in_parts(request: Request) -> Response:
-    """vLLM's calls around /update_weights, which is whole by itself: nothing happens."""
-    trusted(request)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", **version(state)})
 
 
 @router.post("/update_weights_from_tensor")
@@ -95,20 +85,12 @@ async def update_weights_from_tensor(request: Request) -> Response:
     raise RequestError(f"/update_weights_from_tensor: {NO_PICKLE}")
 
 
-@router.post("/init_weights_update_group")
-@router.post("/init_weight_transfer_engine")
-@router.post("/update_weights_from_distributed")
-async def join_group(request: Request) -> Response:
-    """Refused."""
-    trusted(request)
-    raise RequestError(f"{request.url.path}: {NO_GROUP}")
-
-
 @router.api_route("/get_weight_version", methods=["GET", "POST"])
 @router.api_route("/weight_version", methods=["GET", "POST"])
+@router.get("/weight_info")
 async def get_weight_version(request: Request) -> Response:
     """Of the weights that requests run with now."""
-    return json_response({"weight_version": server_state(request).manager.weight_version})
+    return json_response(version(server_state(request)))
 
 
 async def _update(state: ServerState, target: str, drafter: str, version: str) -> None:

@@ -1,0 +1,216 @@
+"""What trainers send in groups of processes, received beside the steps."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.layers.weights import matrix_layers
+from mamba_eagle.message import (
+    ForRanks,
+    JoinGroup,
+    LeaveGroup,
+    RankReply,
+    SumWeights,
+    TakeTensors,
+    TensorInfo,
+)
+from mamba_eagle.models.loader import place_of
+from mamba_eagle.models.received import add_part, transfer_problems
+from mamba_eagle.models.registry import model_class, read_model_config
+
+if TYPE_CHECKING:
+    from mamba_eagle.parallel.trainer_group import TrainerGroup
+
+log = logging.getLogger("mamba_eagle.runner")
+Checksums = dict[str, str]
+
+
+class Member(NamedTuple):
+    """What a rank is in every group."""
+
+    number: int
+    writes: bool  # what is received, for the ranks of its node
+    device: torch.device
+
+
+class Transfers:
+    """What is under way; true as long as anything is. Each has a thread of its own, which may wait
+    for a trainer that never comes, while all else goes on."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.groups: dict[str, TrainerGroup] = {}
+        self._under_way: dict[int, Future[Checksums]] = {}  # by call
+        self._busy: dict[str, Future[Checksums]] = {}  # by group
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def begin(self, asked: ForRanks, config: EngineConfig, modules: dict[str, nn.Module]) -> None:
+        """config: with the folders that are served. modules: those with weights."""
+        made: Future[Checksums] = Future()
+        self._under_way[asked.call_id] = made
+        work: Callable[[], Checksums | None]
+        if isinstance(asked, SumWeights):
+            work = Checked(modules)
+        else:
+            group = asked.group if isinstance(asked, TakeTensors) else asked.name
+            if not self._busy.get(group, made).done() and group in self._busy:
+                made.set_exception(ValueError(f"group {group!r}: is busy; wait for its answer"))
+                return
+            self._busy[group] = made
+            work = self._work(asked, config)
+        threading.Thread(target=_finish, args=(made, work), name="transfer", daemon=True).start()
+
+    def take_done(self) -> list[RankReply]:
+        """The answers that are due."""
+        answers = []
+        for call_id in [call for call, made in self._under_way.items() if made.done()]:
+            reply = RankReply(call_id=call_id, rank=self.member.number)
+            try:
+                reply.checksums = self._under_way.pop(call_id).result()
+            except Exception as error:
+                log.warning("a trainer's call has failed: %s", error)
+                reply.problem = str(error) or type(error).__name__
+            answers.append(reply)
+        return answers
+
+    def close(self) -> None:
+        while self.groups:
+            self.groups.popitem()[1].leave()
+
+    def _work(
+        self, asked: JoinGroup | LeaveGroup | TakeTensors, config: EngineConfig
+    ) -> Callable[[], None]:
+        if isinstance(asked, JoinGroup):
+            return lambda: self._join(asked)
+        if isinstance(asked, LeaveGroup):
+            return lambda: self._group(asked.name, leaves=True).leave()
+        return lambda: self._take(asked, config)
+
+    def _join(self, asked: JoinGroup) -> None:
+        # takes a while to import, and few servers have a trainer
+        from mamba_eagle.parallel.trainer_group import TrainerGroup
+
+        if asked.name in self.groups:
+            raise ValueError(f"group {asked.name!r}: was joined already; destroy it first")
+        self.groups[asked.name] = TrainerGroup(asked, self.member.number, self.member.device)
+
+    def _group(self, name: str, leaves: bool = False) -> TrainerGroup:
+        found = self.groups.pop(name, None) if leaves else self.groups.get(name)
+        if found is None:
+            raise ValueError(f"group {name!r}: was not joined, or has failed: init it first")
+        return found
+
+    def _take(self, asked: TakeTensors, config: EngineConfig) -> None:
+        group = self._group(asked.group)
+        try:
+            if wrong := take_problems(asked, config):
+                raise ValueError("\n  ".join(["what is sent does not fit:", *wrong]))
+            kept: dict[str, Tensor] = {}
+            for chunk in chunks(asked.tensors, asked.chunk_bytes):
+                found = receive(group, chunk, self.member.device)
+                if self.member.writes:
+                    kept |= found
+            if self.member.writes:
+                add_part(asked.folder, kept)
+        except Exception:
+            # the trainer is in the middle of broadcasts, which no one receives now
+            self.groups.pop(asked.group, group).leave()
+            raise
+
+
+def _finish(made: Future[Checksums], work: Callable[[], Checksums | None]) -> None:
+    try:
+        made.set_result(work() or {})
+    except Exception as error:
+        made.set_exception(error)
+
+
+def take_problems(asked: TakeTensors, config: EngineConfig) -> list[str]:
+    path = config.speculative_draft_model_path if asked.is_drafter else config.model_path
+    if not path or config.load_format == "dummy":
+        return ["this server has no files of such weights"]
+
+    def is_unused(name: str) -> bool:
+        sizes = read_model_config(config.model_path)
+        with torch.device("meta"):
+            model = model_class(sizes)(sizes)
+        return not asked.is_drafter and place_of(model, name) is None
+
+    return transfer_problems(path, asked.tensors, is_unused)
+
+
+def chunks(tensors: list[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
+    """Those that travel together: each alone, or as many as it takes to exceed ``most`` bytes."""
+    together: list[TensorInfo] = []
+    size = 0
+    for tensor in tensors:
+        together.append(tensor)
+        size += num_bytes(tensor)
+        if size > most or not most:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
+
+
+def num_bytes(tensor: TensorInfo) -> int:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return prod(tensor.shape) * dtype.itemsize
+
+
+def receive(
+    group: TrainerGroup, chunk: list[TensorInfo], device: torch.device
+) -> dict[str, Tensor]:
+    """By name, on the host."""
+    sizes = [num_bytes(tensor) for tensor in chunk]
+    room = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    # a tensor alone is sent as what it is: NCCL counts in elements
+    alone = getattr(torch, chunk[0].dtype) if len(chunk) == 1 else torch.uint8
+    group.receive(room.view(alone))
+    found = {}
+    for tensor, part in zip(chunk, room.cpu().split(sizes)):
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        found[tensor.name] = part.clone().view(dtype).view(tensor.shape)  # aligned
+    return found
+
+
+class Checked:
+    """Checksums of the weights as they are held: split, and in few bits where they are."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.tensors = [
+            (f"{kind}{name}", tensor)
+            for kind, module in modules.items()
+            for name, tensor in held_tensors(module)
+        ]
+
+    def __call__(self) -> Checksums:
+        return {name: checksum(tensor) for name, tensor in self.tensors}
+
+
+def held_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in module.named_parameters():
+        if weight.device.type != "meta":
+            yield name, weight.detach()
+    for layer, found in matrix_layers(module):
+        for name, matrix in found.matrices.items():
+            for part, tensor in matrix.tensors().items():
+                yield f"{layer}.{name}.{part}", tensor
+
+
+def checksum(tensor: Tensor) -> str:
+    """SHA-256 of the bytes, in hexadecimal digits."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(data.numpy().data).hexdigest()

@@ -1,0 +1,243 @@
+"""Other weights from a trainer in a group of processes (NCCL or gloo), in SGLang's and in vLLM's
+words.
+
+Several calls make one update. It takes the place of the weights when vLLM's /finish_weight_update
+or the end of a pause says that it is whole; without either, each call is whole by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.limits import MAX_RID_LENGTH
+from mamba_eagle.message import TensorInfo
+from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.incoming import Incoming
+from mamba_eagle.server.state import ServerState
+
+JOIN_SECONDS, MAX_JOIN_SECONDS = 300.0, 86_400.0
+MAX_TENSORS, MAX_RANKS, MAX_CHUNK = 1_000_000, 65_536, 2**40
+DEFAULT_CHUNK = 2**30  # vLLM's
+GROUP = "weight_update_group"
+FLAT = "flattened_bucket"  # SGLang's name of tensors that travel as one
+Name = Annotated[str, kinds.short(MAX_RID_LENGTH)]
+Version = Name
+Names = Annotated[list[str], kinds.texts("tensors", MAX_TENSORS)]
+SHAPE = kinds.integers("sizes", 64)
+SHAPES = kinds.Kind(
+    lambda value: kinds.all_of(value, SHAPE.convert),
+    "must be a list of lists of integers",
+    kinds.list_of(SHAPE.schema),
+)
+router = APIRouter()
+
+
+class Meeting(Body):
+    """Where a group meets; its rank 0 is the trainer, whose store listens there."""
+
+    master_address: Text = needs("host of the trainer's store")
+    master_port: Annotated[int, kinds.integer(1, 65_535)] = needs("its port")
+    rank_offset: Annotated[int, kinds.integer(1, MAX_RANKS)] = says("of this server's ranks", 1)
+    world_size: Annotated[int, kinds.integer(2, MAX_RANKS)] = needs("ranks, with the trainer")
+    timeout: Annotated[float, kinds.number(0.001, MAX_JOIN_SECONDS)] = says(
+        "seconds that meeting, and each tensor later, may take", JOIN_SECONDS
+    )
+
+    HARMLESS = frozenset(("packed",))
+
+
+class GroupBody(Meeting):
+    """SGLang's."""
+
+    group_name: Name = says("of the group", GROUP)
+    backend: Annotated[str, kinds.choice_of("", "nccl", "gloo")] = says(
+        "nccl or gloo; left out: what suits the device", ""
+    )
+
+
+class LeaveBody(Body):
+    """Which one."""
+
+    group_name: Name = says("of the group", GROUP)
+
+
+class InitBody(Body):
+    """vLLM's."""
+
+    init_info: Object = needs("`master_address`, `master_port`, `rank_offset`, `world_size`")
+
+
+class TensorsBody(Body):
+    """SGLang's: what the trainer is about to send, in this order."""
+
+    names: Names = needs("as the checkpoint has them")
+    dtypes: Names = needs("`bfloat16`, …")
+    shapes: Annotated[Any, SHAPES] = needs("lists of sizes")
+    group_name: Name = says("of the group", GROUP)
+    weight_version: Version = says("what replies are to call the weights", "")
+    abort_all_requests: Flag = says("end them; otherwise they go on with the new weights", False)
+    load_format: Annotated[str, kinds.choice_of("", "auto", FLAT)] = says(
+        "flattened_bucket: all of them as one tensor of bytes", ""
+    )
+
+    HARMLESS = frozenset("flush_cache is_async torch_empty_cache recapture_cuda_graph".split())
+
+
+class UpdateInfo(Body):
+    """vLLM's."""
+
+    names: Names = needs("as the checkpoint has them")
+    dtype_names: Names = needs("`bfloat16`, …")
+    shapes: Annotated[Any, SHAPES] = needs("lists of sizes")
+    packed: Flag = says("several tensors travel as one, of bytes", False)
+    packed_buffer_size_bytes: Annotated[int, kinds.integer(1, MAX_CHUNK)] = says(
+        "of those, until they are more", DEFAULT_CHUNK
+    )
+
+    HARMLESS = frozenset(("packed_num_buffers",))
+
+
+class FinishBody(Body):
+    """vLLM's."""
+
+    weight_version: Version = says("what replies are to call the weights", "")
+
+
+@router.post("/init_weights_update_group")
+async def init_weights_update_group(request: Request) -> Response:
+    """Returns once all members have met. Send it while the trainer makes its side of the group."""
+    state = trusted(request)
+    body = await state.read_control(request, GroupBody)
+    await _join(state, body, body.group_name, body.backend)
+    return json_response({"success": True, "message": f"group {body.group_name} has met"})
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request) -> Response:
+    """As /init_weights_update_group, with vLLM's fields."""
+    state = trusted(request)
+    body = await state.read_control(request, InitBody)
+    await _join(state, read(Meeting, body.init_info, "init_info"), GROUP, "")
+    return json_response({"message": "Weight transfer initialized"})
+
+
+@router.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(request: Request) -> Response:
+    """Leaves a group."""
+    state = trusted(request)
+    name = (await state.read_control(request, LeaveBody)).group_name
+    await answered(state.manager.ask.leave_group(name))
+    return json_response({"success": True, "message": f"group {name} was left"})
+
+
+@router.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Send it while the trainer broadcasts. Names, shapes and dtypes are checked first. During a
+    pause the weights change when it ends, with all that has come until then."""
+    state = trusted(request)
+    body = await state.bodies.read(request, lambda values: read(TensorsBody, values))
+    tensors = listed(body.names, body.dtypes, body.shapes, "dtypes")
+    if body.abort_all_requests:
+        await state.manager.abort(None, "aborted: the weights are updated")
+    state.incoming.version = body.weight_version or state.incoming.version
+    chunk = MAX_CHUNK if body.load_format == FLAT else 0
+    done = await take(state, tensors, body.group_name, chunk)
+    return json_response({"success": True, "message": done})
+
+
+@router.post("/start_weight_update")
+@router.post("/start_draft_weight_update")
+async def start_weight_update(request: Request) -> Response:
+    """vLLM's: what /update_weights brings from a group until /finish_weight_update is one update,
+    of the model or of its drafter."""
+    incoming = trusted(request).incoming
+    if incoming.problem:
+        incoming.problem = ""
+    incoming.begun, incoming.is_drafter = True, request.url.path == "/start_draft_weight_update"
+    return json_response({"message": "Weight update started"})
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(request: Request) -> Response:
+    """The weights change, if a group has sent any."""
+    state = trusted(request)
+    body = await state.read_control(request, FinishBody)
+    state.incoming.version = body.weight_version or state.incoming.version
+    state.incoming.begun = False
+    await finish(state)
+    return json_response({"message": "Weight update finished", **version(state)})
+
+
+def version(state: ServerState) -> dict[str, str]:
+    return {"weight_version": state.manager.weight_version}
+
+
+def listed(names: list[str], dtypes: list[str], shapes: Any, called: str) -> list[TensorInfo]:
+    """Raises: RequestError 400"""
+    if not len(names) == len(dtypes) == len(shapes):
+        counts = f"{len(names)}, {len(dtypes)} and {len(shapes)} entries"
+        raise RequestError(f"names, {called} and shapes have {counts}: send one of each")
+    if not names or any(size < 0 for shape in shapes for size in shape):
+        raise RequestError("names and shapes: send at least one tensor, of sizes from 0 on")
+    kinds = (dtype.removeprefix("torch.") for dtype in dtypes)
+    return [TensorInfo(*each) for each in zip(names, kinds, shapes)]
+
+
+async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk: int) -> str:
+    """Receive a part of an update; what has become of it.
+
+    Raises: RequestError; then nothing of the whole update is used.
+    """
+    incoming = state.incoming
+    if incoming.problem:
+        raise RequestError(
+            f"another part of this update was refused ({incoming.problem}): end the pause, or "
+            "start the update again"
+        )
+    fields: dict[str, Any] = {"group": group, "tensors": tensors, "chunk_bytes": chunk}
+    waits = incoming.begun or state.paused
+    try:
+        await answered(
+            state.manager.ask.take_tensors(
+                **fields, folder=incoming.folder(), is_drafter=incoming.is_drafter
+            )
+        )
+    except RequestError as error:
+        incoming.fail(str(error) if waits else "")
+        raise
+    if waits:
+        return f"{len(tensors)} tensors are here; the weights change when all are"
+    await finish(state)
+    return f"weights are version {state.manager.weight_version}"
+
+
+async def finish(state: ServerState) -> None:
+    """The weights change to what was received, if anything was.
+
+    Raises: RequestError; the weights are the old ones, and what was received is gone.
+    """
+    incoming, state.incoming = state.incoming, Incoming()
+    if not incoming.folders:
+        return
+    await answered(state.manager.ask.change(incoming.weights()))
+    state.manager.weight_version = incoming.version or state.manager.weight_version
+
+
+async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -> None:
+    on_gpu = str(state.manager.engine.details.get("device", "")).startswith("cuda")
+    await answered(
+        state.manager.ask.join_group(
+            name=name,
+            host=meeting.master_address,
+            port=meeting.master_port,
+            size=meeting.world_size,
+            first_rank=meeting.rank_offset,
+            backend=backend or ("nccl" if on_gpu else "gloo"),
+            seconds=meeting.timeout,
+        )
+    )

@@ -1,0 +1,204 @@
+"""A trainer in another process sends weights in a group: they are served whole, or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trainer
+from ports import free_ports
+from rollout_rig import checkpoint, post, texts
+from running_server import need_weights
+from safetensors.torch import load_file
+
+from mamba_eagle import Engine, EngineError
+from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
+from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
+
+HOST = "127.0.0.1"
+
+
+class Trainer:
+    """One that has met an engine's ranks in a group."""
+
+    def __init__(self, engine: Engine, folder: Path, ranks: int = 1) -> None:
+        self.engine, path = engine, folder / "model.safetensors"
+        self.weights = load_file(path)
+        port = free_ports(1)
+        self.meeting = {"master_address": HOST, "master_port": port, "world_size": ranks + 1}
+        command = [sys.executable, trainer.__file__, HOST, str(port), str(ranks + 1), str(path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def join(self, **fields: Any) -> None:
+        self.engine.init_weights_update_group(**self.meeting, rank_offset=1, **fields)
+
+    def send(self, names: Sequence[str], flat: bool = False) -> dict[str, Any]:
+        """Broadcasts these; what the engine is to be told of them."""
+        assert self.process.stdin is not None
+        lines = [" ".join(names)] if flat else names
+        self.process.stdin.write("".join(f"{line}\n" for line in lines))
+        self.process.stdin.flush()
+        sent = [self.weights[name] for name in names]
+        return {
+            "names": list(names),
+            "dtypes": [str(tensor.dtype) for tensor in sent],
+            "shapes": [list(tensor.shape) for tensor in sent],
+            **({"load_format": "flattened_bucket"} if flat else {}),
+        }
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_weights(EMBEDDED_MODEL)
+    return checkpoint(tmp_path_factory.mktemp("weights") / "other")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(device="cpu", max_running_requests=8, in_process=True) as engine:
+        yield engine
+    assert not received()
+
+
+def version(engine: Engine) -> str:
+    answer: str = post(engine, "/get_weight_version").body["weight_version"]
+    return answer
+
+
+def received() -> list[Path]:
+    return list(Path(memory_dir()).glob(f"{RECEIVED_PREFIX}*"))
+
+
+def test_weights_of_a_group_give_what_those_of_a_folder_give(engine: Engine, other: Path) -> None:
+    """In one call, in parts during a pause, and all as one tensor; and the old ones come back."""
+    before = texts(engine)
+    engine.update_weights_from_disk(str(other))
+    wanted = texts(engine)
+    trains = Trainer(engine, other)
+    trains.join()
+    names = sorted(trains.weights)
+    for flat in (False, True):
+        engine.update_weights_from_disk(str(EMBEDDED_MODEL), weight_version="1")
+        engine.pause_generation("in_place")
+        for part in (names[::2], names[1::2]):
+            engine.update_weights_from_distributed(**trains.send(part, flat), weight_version="2")
+        assert version(engine) == "1"  # so far
+        engine.continue_generation()
+        assert version(engine) == "2"
+        assert texts(engine) == wanted != before
+    # a part alone: the others stay as they are
+    engine.update_weights_from_distributed(**trains.send(names[:3]), weight_version="3")
+    assert texts(engine) == wanted
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation()  # from what was received
+    assert texts(engine) == wanted and len(received()) == 1
+    engine.destroy_weights_update_group()
+    engine.update_weights_from_disk(str(EMBEDDED_MODEL))
+    assert texts(engine) == before and not received()
+    trains.end()
+
+
+def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8}
+    with Engine(tp_size=2, **settings) as engine:
+        before = texts(engine)
+        trains = Trainer(engine, other, ranks=2)
+        trains.join()
+        engine.update_weights_from_distributed(**trains.send(sorted(trains.weights)))
+        new = texts(engine)
+        engine.update_weights_from_disk(str(other))
+        assert texts(engine) == new != before
+        trains.end()
+    assert not received()
+
+
+def test_vllms_calls_update_the_model_and_its_drafter_apart(engine: Engine, other: Path) -> None:
+    before = texts(engine)
+    head = checkpoint(other.parent / "head", like=EMBEDDED_DRAFTERS["EAGLE"])
+    for path, folder in (("/start_draft_weight_update", head), ("/start_weight_update", other)):
+        trains = Trainer(engine, folder)
+        answer = post(engine, "/init_weight_transfer_engine", init_info=trains.meeting)
+        assert answer.status == 200
+        assert post(engine, path).status == 200
+        names = sorted(trains.weights)
+        for part, packed in ((names[:2], True), (names[2:], False)):
+            sent = trains.send(part, packed)
+            info = {"names": part, "dtype_names": sent["dtypes"], "shapes": sent["shapes"]}
+            info |= {"packed": packed, "packed_num_buffers": 2}
+            assert post(engine, "/update_weights", update_info=info).status == 200
+            assert version(engine) == ("default" if folder == head else "head")
+        finished = post(engine, "/finish_weight_update", weight_version=folder.name)
+        assert finished.body["weight_version"] == folder.name == version(engine)
+        assert (texts(engine) == before) == (folder == head)
+        assert post(engine, "/destroy_weights_update_group").status == 200
+        trains.end()
+
+
+WRONG = [("names", "model.nothing", "unexpected"), ("shapes", [3, 5], "shape of")]
+WRONG += [("dtypes", "int8", "dtype of"), ("dtypes", "float12", "torch has no")]
+
+
+def test_a_wrong_tensor_ends_its_update_and_group_and_changes_nothing(
+    engine: Engine, other: Path
+) -> None:
+    """Also what came before it, and what comes after it."""
+    before = texts(engine)
+    for field, value, says in WRONG:
+        trains = Trainer(engine, other)
+        trains.join()
+        names = sorted(trains.weights)
+        engine.pause_generation("retract")
+        engine.update_weights_from_distributed(**trains.send(names[:2]))
+        wrong = trains.send(names[2:4])
+        wrong[field][1] = value
+        with pytest.raises(EngineError, match=says):
+            engine.update_weights_from_distributed(**wrong)
+        with pytest.raises(EngineError, match="another part of this update"):
+            engine.update_weights_from_distributed(**trains.send(names[4:5]))
+        engine.continue_generation()
+        assert version(engine) == "default" and not received()
+        with pytest.raises(EngineError, match="was not joined, or has failed"):
+            engine.update_weights_from_distributed(**trains.send(names[:2]))
+        trains.process.kill()
+    assert texts(engine) == before
+
+
+def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
+    engine: Engine, other: Path
+) -> None:
+    before = texts(engine)
+    alone = {"master_address": HOST, "master_port": free_ports(1), "world_size": 2}
+    failures: list[str] = []
+
+    def join() -> None:
+        try:
+            engine.init_weights_update_group(**alone, timeout=3)
+        except EngineError as error:
+            failures.append(str(error))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    assert texts(engine) == before
+    joining.join()
+    assert "did not meet" in failures[0] and "3 s" in failures[0]
+    trains = Trainer(engine, other)
+    trains.join(timeout=20)
+    sent = trains.send(sorted(trains.weights)[:1])
+    trains.process.kill()
+    trains.process.wait()
+    sent["names"].append(sorted(trains.weights)[1])
+    sent["dtypes"].append("float32")
+    sent["shapes"].append(list(trains.weights[sent["names"][1]].shape))
+    with pytest.raises(EngineError):
+        engine.update_weights_from_distributed(**sent)
+    assert texts(engine) == before

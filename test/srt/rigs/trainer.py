@@ -1,0 +1,41 @@
+"""A trainer in a process of its own: joins a group as SGLang's clients do, and broadcasts a file's
+tensors in the order that its standard input names. arguments: address, port, members, file."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
+
+
+def main() -> None:
+    address, port, members, path = sys.argv[1:]
+    timeout = datetime.timedelta(seconds=60)
+    size = int(members)
+    store, _, _ = next(dist.rendezvous(f"tcp://{address}:{port}", 0, size, timeout=timeout))
+    name = c10d.GroupName("weight_update_group")
+    group, _ = c10d._new_process_group_helper(
+        size,
+        0,
+        [],
+        "gloo",
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    weights = load_file(path)
+    for line in sys.stdin:  # names that go as one tensor of bytes, or one alone
+        names = line.split()
+        sent = [weights[name] for name in names]
+        if len(sent) > 1:
+            sent = [torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent])]
+        group.broadcast(sent[0], 0).wait()
+    dist.destroy_process_group(group)
+
+
+if __name__ == "__main__":
+    main()
