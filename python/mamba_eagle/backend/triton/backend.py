@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.delta import TritonDelta
+from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaScan, TorchScan
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
@@ -60,7 +63,7 @@ SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
 
 class TritonBackend(Backend):
     """Falls back to torch for the recurrence if the kernels do not support its kind or sizes, for
-    prompts and snapshots of delta rules, and for more than MAX_TOP lanes."""
+    snapshots of delta rules, their prompts without fla-core, and for more than MAX_TOP lanes."""
 
     name = "triton"
 
@@ -138,10 +141,21 @@ class TritonBackend(Backend):
         slot_table: Tensor,
         recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
-        if recurrence is None or not sizes_supported(recurrence):
+        if recurrence is None or not (sizes_supported(recurrence) or delta_supported(recurrence)):
             return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        paged = self.prompt_attention(kv, slot_table, parts)
-        return TritonPrefillContext(parts, pool, paged, self.place)
+        given = (parts, pool, self.prompt_attention(kv, slot_table, parts), self.place)
+        if delta_supported(recurrence):
+            return DeltaPrefillContext(*given, self._delta_scan)
+        return TritonPrefillContext(*given)
+
+    @cached_property
+    def _delta_scan(self) -> DeltaScan:
+        if not self.place.overlaps or find_spec("fla") is None:  # Triton's interpreter has no fla
+            return TorchScan()
+        # an optional package; importing it takes seconds
+        from mamba_eagle.backend.triton.fla import FlaScan
+
+        return FlaScan()
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         if topk > MAX_TOP:

@@ -35,6 +35,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -91,17 +92,22 @@ def _zeroed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
-    """Kernels are at most looked up, as for Triton's own warm-up of one."""
-    run = JITFunction.run
+    """Kernels are at most looked up, as for Triton's own warm-up of one; of those that are tuned
+    when they are first launched, each form."""
+    run, tune = JITFunction.run, Autotuner.run
 
     def looked_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = looked_up
+    def every_form(self: Any, *args: Any, **options: Any) -> None:
+        for config in self.configs:
+            self.fn.run(*args, **options, **config.all_kwargs())
+
+    JITFunction.run, Autotuner.run = looked_up, every_form
     try:
         yield
     finally:
-        JITFunction.run = run
+        JITFunction.run, Autotuner.run = run, tune
 
 
 @contextlib.contextmanager
@@ -140,6 +146,8 @@ def compile_build(build: Build) -> None:
     }
     signature = {name: _tuples(kind) for name, kind in data["signature"].items()}
     kernel = getattr(importlib.import_module(build.module), build.name)
+    while not isinstance(kernel, JITFunction):  # what tunes it
+        kernel = kernel.fn
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attributes)
     options = {name: _tuples(value) for name, value in data["options"].items()}

@@ -16,7 +16,7 @@ from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
 
 
-class TritonPrefillContext(PrefillContext):
+class PlannedPrefill(PrefillContext):
     """The kernels read the initial state from the state slot that holds it; only the feature is
     copied."""
 
@@ -33,14 +33,31 @@ class TritonPrefillContext(PrefillContext):
             if part.item.is_first:
                 pool.begin_feature(part.item)
         self.plan = prefill_plan([prompt_of(part) for part in parts], place.to_device)
-        self.round_keys = None
-        if pool.rounding.keyed:
-            ends = [(parts[index].item, tokens) for index, tokens in self.plan.ends]
-            saved = [(item.slot, item.start + tokens) for item, tokens in ends]
-            self.round_keys = pool.rounding.keys(*place.to_device(list(zip(*saved))))
+
+    def round_keys(self, ends: list[tuple[int, int]]) -> Tensor | None:
+        """Of the states that are written: which part, tokens of it."""
+        if not self.pool.rounding.keyed:
+            return None
+        items = [(self.parts[index].item, tokens) for index, tokens in ends]
+        saved = [(item.slot, item.start + tokens) for item, tokens in items]
+        return self.pool.rounding.keys(*self.place.to_device(list(zip(*saved))))
+
+
+class TritonPrefillContext(PlannedPrefill):
+    """Mamba2."""
+
+    def __init__(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
+    ) -> None:
+        super().__init__(parts, pool, paged, place)
+        self.keys = self.round_keys(self.plan.ends)
 
     def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
-        state, keys = self.pool.ssm[i], self.round_keys
+        state, keys = self.pool.ssm[i], self.keys
         return scan(x, dt, weights.A, B, C, layer.D, state, self.plan, round_keys=keys, layer=i)

@@ -1,8 +1,8 @@
-"""What precedes the scan, for all prompts of a batch: convolution, and step sizes.
+"""What precedes the scan, for all prompts of a batch: convolution, and Mamba2's step sizes.
 
 One pass over in_proj's output, starting from the saved histories. x, B and C come out as views of
 one tensor, dt with the tokens of a head next to each other, as ssd/triton.py reads them. Where a
-state is saved, its history is written as well.
+state is saved, its history is written as well. A delta rule takes the convolution alone.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _prompt_step_sizes(
 @triton.jit
 def _prefill_conv_kernel(
     xbc,  # [n_stride, conv_dim], rows xbc_stride apart
-    dt_raw,  # [n_stride, H], rows dt_stride apart
+    dt_raw,  # [n_stride, H], rows dt_stride apart; None: no step sizes
     conv_weight,  # [K, conv_dim]
     conv_bias,  # [conv_dim]
     dt_bias,  # [H]
@@ -144,10 +144,20 @@ def _prefill_conv_kernel(
                 channel[None, :], in_block[None, :], xbc_stride, history_stride, CONV_DIM, K,
             )  # fmt: skip
     else:
-        _prompt_step_sizes(
-            block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n_stride, dt_stride, lowest,
-            highest, H, HEAD_BLOCK,
-        )  # fmt: skip
+        if dt_raw is not None:
+            _prompt_step_sizes(
+                block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n_stride, dt_stride,
+                lowest, highest, H, HEAD_BLOCK,
+            )  # fmt: skip
+
+
+class StepSizes(NamedTuple):
+    """Mamba2's: of ``raw`` [n, H], which may be a view of in_proj's output, to ``dt``."""
+
+    raw: Tensor | None
+    dt: Tensor | None  # [H, n_stride] float32
+    bias: Tensor | None  # [H]
+    limit: tuple[float, float]
 
 
 class ScanInputs(NamedTuple):
@@ -175,37 +185,64 @@ def prefill_conv(
         xbc: [n, conv_dim]; dt_raw: [n, H]; both may be views of in_proj's output.
         history: [slots, K-1, conv_dim], the layer's part of the pool, contiguous, dtype of xbc.
     """
-    K, conv_dim = weights.conv_weight.shape
     H, P, G, N = sizes
     n = plan.tokens
+    # rows that begin at a multiple of 16: then prompts of any length take the same machine code
+    dt = torch.empty(H, triton.cdiv(n, 16) * 16, dtype=torch.float32, device=xbc.device)
+    steps = StepSizes(dt_raw, dt, weights.dt_bias, weights.step_limit)
+    taps = (weights.conv_weight, weights.conv_bias)
+    out = conv_prompts(xbc, *taps, history, plan, steps, block, warps)
+    x, B, C = out.split([H * P, G * N, G * N], dim=1)
+    return ScanInputs(
+        x.unflatten(1, (H, P)), dt[:, :n].t(), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+    )
+
+
+def conv_prompts(
+    channels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor,
+    plan: PrefillPlan,
+    steps: StepSizes | None = None,
+    block: int = 256,
+    warps: int = 4,
+) -> Tensor:
+    """torch.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
+
+    Args:
+        channels: [n, conv_dim], last dimension contiguous. weight: [K, conv_dim]; bias [conv_dim].
+        history: [slots, K-1, conv_dim], a layer's, contiguous, dtype of channels.
+        steps: made in the same launch.
+    Returns: [n, conv_dim], contiguous.
+    """
+    K, conv_dim = weight.shape
     if plan.block < K - 1:
         raise ValueError(f"blocks of {plan.block} tokens: must hold {K - 1}, the taps before one")
-    out = torch.empty(n, conv_dim, dtype=xbc.dtype, device=xbc.device)
-    # rows that begin at a multiple of 16: then prompts of any length take the same machine code
-    stride = triton.cdiv(n, 16) * 16
-    dt = torch.empty(H, stride, dtype=torch.float32, device=xbc.device)
+    out = torch.empty(plan.tokens, conv_dim, dtype=channels.dtype, device=channels.device)
     head_block = 32
-    low, high = weights.step_limit
-    channel_blocks, head_blocks = triton.cdiv(conv_dim, block), triton.cdiv(H, head_block)
-    _prefill_conv_kernel[(channel_blocks + head_blocks, len(plan.blocks))](
-        xbc,
-        dt_raw,
-        weights.conv_weight,
-        weights.conv_bias,
-        weights.dt_bias,
+    raw, dt, dt_bias, (low, high) = steps or StepSizes(None, None, None, (0.0, 0.0))
+    heads, dt_stride = (0, 0) if raw is None else (raw.shape[1], raw.stride(0))
+    blocks = triton.cdiv(conv_dim, block) + triton.cdiv(heads, head_block)
+    _prefill_conv_kernel[(blocks, len(plan.blocks))](
+        channels,
+        raw,
+        weight,
+        bias,
+        dt_bias,
         history,
         out,
         dt,
         plan.requests,
         plan.segments,
         plan.blocks,
-        stride,
-        xbc.stride(0),
-        dt_raw.stride(0),
+        triton.cdiv(plan.tokens, 16) * 16,
+        channels.stride(0),
+        dt_stride,
         history.stride(0),
         float(low),
         float(high),
-        H=H,
+        H=heads,
         CONV_DIM=conv_dim,
         K=K,
         TOKENS=plan.block,
@@ -213,7 +250,4 @@ def prefill_conv(
         HEAD_BLOCK=head_block,
         num_warps=warps,
     )
-    x, B, C = out.split([H * P, G * N, G * N], dim=1)
-    return ScanInputs(
-        x.unflatten(1, (H, P)), dt[:, :n].t(), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
-    )
+    return out

@@ -26,6 +26,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -147,6 +149,20 @@ def test_what_was_compiled_before_is_not_launched_in_a_dry_run(
         gated_norm(x, x, x[0], 1, 1e-5)
     gated_norm(x, x, x[0], 1, 1e-5)
     assert launched == [False, True]
+
+
+@triton.autotune([triton.Config({}, num_warps=warps) for warps in (1, 2)], key=[])
+@triton.jit
+def _doubled(x):
+    tl.store(x, 2 * tl.load(x))
+
+
+def test_all_forms_of_a_kernel_that_is_tuned_are_built(hopper: None) -> None:
+    with dry_run() as run:
+        _doubled[(1,)](torch.ones(1))
+    assert len(run.builds) == 2 and not _doubled.cache  # nothing was timed, so nothing is chosen
+    for build in run.builds:
+        compile_build(build)
 
 
 @pytest.mark.parametrize("rows, window, causal", [(5, 0, True), (8, 3, False), (70, 66, False)])

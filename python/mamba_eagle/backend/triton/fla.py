@@ -1,0 +1,49 @@
+"""Scans of prompts by fla-core, an optional package of Triton kernels in the chunked WY form."""
+
+from __future__ import annotations
+
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.kda import chunk_kda
+from torch import Tensor
+
+from mamba_eagle.backend.triton.delta_prefill import Bounds, DeltaScan
+from mamba_eagle.kernels.rms_norm.triton import rms_norm
+from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
+from mamba_eagle.layers.recurrent import Inputs, Scanned
+
+
+class FlaScan(DeltaScan):
+    """All sequences at once. Decays and states are float32; keys, what the chunks write and the
+    states between chunks have the model's dtype.
+
+    Norms are ours: those of the package are tuned again for every few thousand tokens.
+    """
+
+    def __init__(self) -> None:
+        self._even: dict[int, Tensor] = {}  # by size: a norm's weight for rows of length 1
+
+    def scan(self, layer: DeltaRule, inputs: Inputs, bounds: Bounds, state: Tensor) -> Scanned:
+        c = layer.config
+        q, k, v = inputs.convolved.split([c.key_size, c.key_size, c.inner_size], dim=1)
+        g, beta = inputs.gates.split([c.decay_size, c.num_heads], dim=1)
+        if c.channel_decay:
+            g = g.unflatten(1, (c.num_heads, -1))
+        heads = (self._keys(q, c.state_size), self._keys(k, c.state_size))
+        given = (*heads, v.unflatten(1, (c.num_heads, -1)), g, beta)
+        y, after = (chunk_kda if c.channel_decay else chunk_gated_delta_rule)(
+            *(part[None] for part in given),
+            initial_state=state,
+            output_final_state=True,
+            state_v_first=True,
+            cu_seqlens=bounds.device,
+            cu_seqlens_cpu=bounds.host,
+        )
+        return Scanned(y[0].flatten(1), after)
+
+    def _keys(self, flat: Tensor, size: int) -> Tensor:
+        """[n, G·size] -> [n, G, size], of length 1."""
+        if size not in self._even:
+            self._even[size] = torch.full((size,), size**-0.5, device=flat.device)
+        rows = flat.reshape(-1, size)
+        return rms_norm(rows, self._even[size], L2_EPS / size).view(len(flat), -1, size)

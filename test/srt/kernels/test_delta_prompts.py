@@ -1,0 +1,180 @@
+"""Prompts of delta rules on a GPU against the recurrence, token by token in float64."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
+from tensor_checks import Draw, relative_error
+from test_triton_delta import QWEN_27B, QWEN_35B, Case, Random
+from torch import Tensor
+from triton_rig import BFLOAT16_ERROR, triton_backend
+from verify_rig import HIDDEN, Sequence, delta_config, random_mixer
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.prefill import prefill_parts
+from mamba_eagle.backend.triton.delta_prefill import Bounds, DeltaPrefillContext, TorchScan
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.delta_rule import naive
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
+from mamba_eagle.kernels.tree_verify.layout import Sizes
+from mamba_eagle.layers.delta_rule import DeltaRule
+from mamba_eagle.layers.recurrent import Inputs
+from mamba_eagle.message import FirstChunk, PrefillItem, StateSave
+from mamba_eagle.model_config import DeltaConfig
+
+test_in_the_interpreter = in_the_interpreter
+
+needs_fla = pytest.mark.skipif(
+    not (GPU and find_spec("fla")), reason="fla-core is not installed, or there is no GPU"
+)
+ITEMS = (  # slot, state slot, start, length, state to start from, saves
+    (0, 3, 10, 21, 3, ((15, 1), (26, 7), (26, 13))),
+    (1, 0, 0, 1, -1, ()),
+    (2, 5, 40, 2, 6, ((40, 11), (41, 8), (42, 9))),
+    (3, 4, 5, 70, 4, ((70, 10),)),
+    (4, 2, 0, 3, -1, ((3, 12),)),
+)
+STATE_SLOTS = 15
+
+
+def prompt_items() -> list[PrefillItem]:
+    return [
+        PrefillItem(
+            slot=slot,
+            state_slot=own,
+            start=start,
+            token_ids=list(range(length)),
+            kv_slots=list(range(length)),
+            saves=[StateSave(*save) for save in saves],
+            first=FirstChunk(sampling=SamplingParams(), output_start=99, load_from=source)
+            if source != own
+            else None,
+        )
+        for slot, own, start, length, source, saves in ITEMS
+    ]
+
+
+class Prompts:
+    """A pool with random states, and random inputs of one layer."""
+
+    def __init__(self, items: list[PrefillItem], ssm_dtype: torch.dtype) -> None:
+        draw, config = Draw(0), delta_config(16, 16)
+        self.layer: Any = random_mixer(config, 0, seed=1).to(DEVICE)
+        backend, table = triton_backend(), RequestTable(len(items), 128, DEVICE)
+        table.seed += torch.arange(len(items), device=DEVICE)
+        mode = "nearest" if ssm_dtype == torch.float32 else "stochastic"
+        rounding = backend.state_rounding(mode, ssm_dtype, table)
+        pool = StatePool(1, STATE_SLOTS, config, HIDDEN, rounding, torch.float32, DEVICE)
+        pool.ssm += draw.normal(*pool.ssm.shape).to(DEVICE)
+        pool.conv += draw.normal(*pool.conv.shape).to(DEVICE)
+        self.items, self.pool, self.table = items, pool, table
+        tokens = sum(len(item.token_ids) for item in items)
+        self.channels = draw.normal(tokens, config.conv_dim)
+        self.raw = draw.normal(tokens, 2 * config.num_heads)
+
+    def run(self) -> Tensor:
+        parts, place = prefill_parts(self.items), triton_backend().place
+        ctx = DeltaPrefillContext(parts, self.pool, None, place, TorchScan())
+        return ctx.recur(self.layer, self.channels.to(DEVICE), self.raw.to(DEVICE)).cpu()
+
+
+def start_of(item: PrefillItem, pool: StatePool) -> Sequence:
+    found = Sequence(pool.ssm[0, item.source].double().cpu(), pool.conv[0, item.source].cpu())
+    if item.source < 0:
+        found = Sequence(*map(torch.zeros_like, found))
+    return found._replace(history=found.history.double())
+
+
+@runs_kernels
+@pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("requests", [1, len(ITEMS)])
+def test_prompts_and_states_saved_inside_them_are_the_recurrence(
+    requests: int, ssm_dtype: torch.dtype
+) -> None:
+    prompts = Prompts(prompt_items()[:requests], ssm_dtype)
+    starts = [start_of(item, prompts.pool) for item in prompts.items]
+    before = prompts.pool.ssm.clone()
+    found = prompts.run()
+    pool, layer, token, saved = prompts.pool, prompts.layer.cpu(), 0, set()
+    for item, sequence in zip(prompts.items, starts, strict=True):
+        end = item.start + len(item.token_ids)
+        saves = [*((save.position, save.state_slot) for save in item.saves), (end, item.state_slot)]
+        for position in range(item.start, end + 1):
+            if position > item.start:
+                given = (prompts.channels[token], prompts.raw[token])
+                sequence, y = sequence.after(layer, *given)
+                assert relative_error(found[token], y.flatten()) < 1e-5
+                token += 1
+            for slot in (slot for at, slot in saves if at == position):
+                check_saved(pool, slot, sequence, (int(prompts.table.seed[item.slot]), position))
+                saved.add(slot)
+    rest = [slot for slot in range(STATE_SLOTS) if slot not in saved]
+    assert torch.equal(pool.ssm[:, rest], before[:, rest])
+
+
+def check_saved(pool: StatePool, slot: int, wanted: Sequence, noise: tuple[int, int]) -> None:
+    found = pool.ssm[0, slot].cpu()
+    if found.dtype == torch.float32:
+        assert relative_error(found, wanted.state) < 1e-5
+    else:
+        keys = token_keys(*(torch.tensor([number]) for number in noise))
+        rounded = round_states(wanted.state.float()[None], keys, 0, found.dtype)[0]
+        # a number beside its threshold may be rounded to the other side
+        assert float((found != rounded).double().mean()) < 1e-3
+    assert torch.equal(pool.conv[0, slot].cpu().double(), wanted.history)
+
+
+class Rule(DeltaRule):
+    """Its gates are made."""
+
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__()
+        self.config, self.index = config, 0
+
+    def gates(self, raw: Tensor) -> Tensor:
+        return raw
+
+
+FLA_CASES = {
+    "27b": Case(QWEN_27B, 1, 0, (1, 63, 64, 65, 200), dtype=torch.bfloat16),
+    "35b": Case(QWEN_35B, 1, 0, (130, 1), dtype=torch.bfloat16),
+    "beta-2": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, max_beta=2.0),
+    "forgets-all": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, decay=200.0),
+    "channels": Case(Sizes(32, 128, 32, 128), 1, 0, (130, 1), channels=True, dtype=torch.bfloat16),
+    "channels-forget-all": Case(
+        Sizes(32, 128, 32, 128), 1, 0, (130,), channels=True, dtype=torch.bfloat16, decay=200.0
+    ),
+    "float32": Case(Sizes(4, 32, 2, 32), 1, 0, (70, 3)),
+}
+
+
+@pytest.mark.gpu
+@needs_fla
+@pytest.mark.parametrize("case", FLA_CASES.values(), ids=FLA_CASES)
+def test_scans_of_fla_are_the_recurrence(case: Case) -> None:
+    """Lengths of sequences stand for those of journals."""
+    from mamba_eagle.backend.triton.fla import FlaScan
+
+    random, lengths, sizes = Random(case), case.journal_lens, case.sizes
+    config = DeltaConfig(
+        sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4, channel_decay=case.channels
+    )
+    gates, convolved = random.tokens(sum(lengths))
+    state = random.draw.normal(len(lengths), *config.state_shape)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = Inputs(convolved.to(DEVICE), gates.to(DEVICE))
+    with torch.inference_mode():
+        found = FlaScan().scan(
+            Rule(config), inputs, Bounds(ends.to(DEVICE), ends), state.to(DEVICE)
+        )
+    limit = BFLOAT16_ERROR if case.dtype == torch.bfloat16 else 1e-3  # of tf32
+    for i, (first, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist())):
+        rule = random.rule(gates[first:end].to(DEVICE), convolved[first:end].to(DEVICE))
+        nodes = naive.chain(rule, state[i].to(DEVICE))
+        wanted = torch.stack([node.o for node in nodes]).flatten(1)
+        assert relative_error(found.y[first:end], wanted) < 4 * limit
+        assert relative_error(found.state[i], nodes[-1].state) < 4 * limit
