@@ -229,6 +229,7 @@ class FolderSource(DraftSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.path, self.target = config.speculative_draft_model_path, target
+        self.topk = config.tree_shape.topk
         self.has_files = config.load_format != "dummy"
         self.own = self.read()
         self.head = self.layers = Shard()  # this rank's part of either
@@ -242,6 +243,11 @@ class FolderSource(DraftSource):
     def vocabulary(self) -> int:
         """How many tokens it can draft."""
         return self.own.vocab_size
+
+    @property
+    def made_for(self) -> int:
+        """The hidden size of the target that it was made for."""
+        return self.target.hidden_size
 
     def read(self) -> ModelConfig:
         return read_model_config(self.path)
@@ -283,4 +289,14 @@ class FolderSource(DraftSource):
                     f"drafter {self.path} has {name} {own}, the target {required}: "
                     "use one that was made for this target"
                 )
+        if self.made_for != self.target.hidden_size:
+            wrong.append(
+                f"drafter {self.path} was made for a target of hidden_size {self.made_for}, this "
+                f"one has {self.target.hidden_size}: use one that was made for this target"
+            )
+        if self.topk > self.vocabulary:
+            wrong.append(
+                f"--speculative-eagle-topk {self.topk}: drafter {self.path} has a vocabulary of "
+                f"{self.vocabulary} tokens; set it to {self.vocabulary} at most"
+            )
         return wrong + (weight_problems(self.module, self.path) if self.has_files else [])

@@ -12,11 +12,10 @@ from mamba_eagle.backend.contexts import BlockContext
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, kv_dtype
 from mamba_eagle.backend.prefill import positions_of, prefill_parts
-from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.block_trees import Block, BlockTrees
 from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
-from mamba_eagle.drafting.waiting import Waiting
+from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.dflash import BlockDraftModel
@@ -24,7 +23,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(QueueingDrafter):
     """A pass over [anchor, mask, mask, …] gives one hidden state per row, and ``trees`` makes a
     token tree of them.
 
@@ -37,8 +36,6 @@ class BlockDrafter(Drafter):
         keys       the pool, at the target's KV slots   spare KV slots, overwritten by the next
                                                         block
     """
-
-    catches_up = True
 
     def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
         config, net, backend = parts.config, model.config, parts.backend
@@ -83,12 +80,6 @@ class BlockDrafter(Drafter):
         self.entries.processed[own] = self.place.to_device(ends)
         self.entries.pending.index_fill_(0, own, 0)
 
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        self.kv.copy(sources, targets)
-
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        return self.waiting.prepare(slots, shape, left=0)
-
     def catch_up(self, slots: Tensor) -> None:
         """Process all pending entries."""
         counts = self.entries.pending[slots].clamp(min=0)
@@ -102,9 +93,6 @@ class BlockDrafter(Drafter):
 
     def _taps(self, features: Tensor) -> Tensor:
         return features[:, self.first_tap :]
-
-    def untrack(self, slots: Sequence[int]) -> None:
-        self.waiting.untrack(slots)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         kept = self.waiting.kept(slots, positions)

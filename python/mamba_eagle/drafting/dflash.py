@@ -29,24 +29,17 @@ class DFlashSource(FolderSource):
     def read(self) -> ModelConfig:
         return read_as("dflash_config", self.path)
 
+    @property
+    def made_for(self) -> int:
+        return self.block.target_hidden_size
+
     def problems(self) -> list[str]:
         wrong, block, shape = super().problems(), self.block, self.shape
-        if block.target_hidden_size != self.target.hidden_size:
-            wrong.append(
-                f"drafter {self.path} was made for a target of hidden_size "
-                f"{block.target_hidden_size}, this one has {self.target.hidden_size}: use one that "
-                "was made for this target"
-            )
         if shape.depth > block.max_drafts:
             wrong.append(
                 f"--speculative-num-steps {shape.depth}: drafter {self.path} drafts "
                 f"{block.max_drafts} tokens in a row at most (block_size {block.rows}); set it to "
                 f"{block.max_drafts} at most"
-            )
-        if shape.topk > block.draft_vocab_size:
-            wrong.append(
-                f"--speculative-eagle-topk {shape.topk}: drafter {self.path} has a vocabulary of "
-                f"{block.draft_vocab_size} tokens; set it to {block.draft_vocab_size} at most"
             )
         layers, taps = len(self.target.blocks), self.tap_layers
         if sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > layers:

@@ -72,25 +72,17 @@ class EagleThreeSource(FolderSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         super().__init__(config, target)
-        self.topk = config.tree_shape.topk
         self.tap_layers = tap_layers(self.own, len(target.blocks))
 
     def read(self) -> ModelConfig:
         return read_as("eagle3", self.path)
 
+    @property
+    def made_for(self) -> int:
+        return target_hidden_size(self.own)
+
     def problems(self) -> list[str]:
         wrong = super().problems()
-        made_for, given = target_hidden_size(self.own), self.target.hidden_size
-        if made_for != given:
-            wrong.append(
-                f"drafter {self.path} was made for a target of hidden_size {made_for}, this one "
-                f"has {given}: use one that was made for this target"
-            )
-        if self.topk > (vocab := draft_vocab_size(self.own)):
-            wrong.append(
-                f"--speculative-eagle-topk {self.topk}: drafter {self.path} has a vocabulary of "
-                f"{vocab} tokens; set it to {vocab} at most"
-            )
         layers, taps = len(self.target.blocks), self.tap_layers
         if sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > layers:
             wrong.append(

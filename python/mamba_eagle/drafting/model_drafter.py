@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
-from mamba_eagle.backend.lanes import LaneRows, Lanes
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
@@ -18,15 +16,14 @@ from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
-from mamba_eagle.drafting.waiting import Waiting
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
-from mamba_eagle.tree.candidates import Candidates, kept_nodes
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
@@ -60,7 +57,7 @@ def draft_rows(config: DraftSettings) -> int:
     return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(QueueingDrafter):
     """EAGLE-2 trees (arXiv 2406.16858) from a DraftNetwork.
 
     An entry consists of a token and the target's feature of the previous position. Entries of
@@ -70,7 +67,7 @@ class ModelDrafter(Drafter):
     Lanes are drafted from the root's output; their keys, values and states are not kept.
     """
 
-    catches_up = True
+    left_waiting = 1  # the root
 
     def __init__(self, network: DraftNetwork, columns: Columns, parts: DraftParts) -> None:
         """columns: of the network's logits, which this rank has."""
@@ -79,9 +76,6 @@ class ModelDrafter(Drafter):
         self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
         self.place = backend.place
         self.max_lanes = max_lanes(config)
-        # Chains may end early only on one rank without graphs: others need not know the node count.
-        ends_early = backend.place.on_host and config.num_ranks == 1
-        self.min_probability = np.array([config.speculative_draft_p_min if ends_early else 0.0])
         room = max_without_rows if net.recurrence is None else max_pending
         self.max_pending = room(config)
         requests = parts.table.processed.shape[0]
@@ -129,6 +123,10 @@ class ModelDrafter(Drafter):
         self.recurrent = net.recurrence is not None or network.carry_size > 0
         self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
+        self.growth = Growth(network, self.vocabulary, parts, self.scheme, self.kv, self.max_lanes)
+        # Chains may end early only on one rank without graphs: others need not know the node count.
+        if backend.place.on_host and config.num_ranks == 1:
+            self.growth.min_probability[0] = config.speculative_draft_p_min
         self.greedy = self._greedy_drafting(config.tree_shape)
 
     # ── following the sequences ──
@@ -168,9 +166,6 @@ class ModelDrafter(Drafter):
                 self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
             self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
 
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        self.kv.copy(sources, targets)
-
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         device_slots, queue = self.place.to_device(slots), self.entries
         queue.tokens[device_slots, 0] = tokens
@@ -178,9 +173,6 @@ class ModelDrafter(Drafter):
         queue.features[device_slots, 0] = entries.to(queue.features.dtype)
         queue.pending.index_fill_(0, device_slots, 1)
         self.waiting.set(slots, 1)
-
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        return self.waiting.prepare(slots, shape, left=1)
 
     def catch_up(self, slots: Tensor) -> None:
         """Process all pending entries except for the roots, which stay pending."""
@@ -191,9 +183,6 @@ class ModelDrafter(Drafter):
         queue.tokens[slots, 0] = queue.tokens[slots, counts]
         queue.features[slots, 0] = queue.features[slots, counts]
         queue.pending[slots] -= counts
-
-    def untrack(self, slots: Sequence[int]) -> None:
-        self.waiting.untrack(slots)
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """The entries of accepted tokens become pending."""
@@ -219,12 +208,17 @@ class ModelDrafter(Drafter):
         if head is None or self.recurrent or self.vocabulary.is_split:
             return None
         pools = DraftPools(
-            self.table, self.entries, self.kv, self.max_lanes, largest, self.min_probability
+            self.table,
+            self.entries,
+            self.kv,
+            self.max_lanes,
+            largest,
+            self.growth.min_probability,
         )
         return self.backend.greedy_drafting(head, pools, self.scheme)
 
     def draft_whole_trees(self) -> None:
-        self.min_probability[0] = 0.0
+        self.growth.min_probability[0] = 0.0
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         if noise is None and self.greedy is not None:
@@ -239,12 +233,12 @@ class ModelDrafter(Drafter):
         # entries of a request that has ended stay pending until it is released
         roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
         if noise is None or not told:
-            return self._grow(slots, roots, shape, noise)
+            return self.growth.grow(slots, roots, shape, noise)
         trees = self._roots(slots, shape)
         asked = [i for i in range(len(slots)) if i not in told]
         if asked:
             index = self.place.to_device(asked)
-            own = self._grow(slots[index], roots[index], shape, noise.of(asked))
+            own = self.growth.grow(slots[index], roots[index], shape, noise.of(asked))
             for all_trees, drafted in zip(trees, own):
                 all_trees[index] = drafted
         return trees
@@ -254,75 +248,6 @@ class ModelDrafter(Drafter):
         trees = empty_trees(len(slots), shape.nodes, slots.device)
         trees.tokens[:, 0] = self.table.last_token[slots]
         return trees
-
-    def _grow(
-        self, slots: Tensor, above: Tensor, shape: TreeShape, noise: KeyedNoise | None
-    ) -> Tree:
-        """above: [b, 1, O], the roots' outputs."""
-        table, network = self.table, self.network
-        root = table.processed[slots]  # [b]: position of the root
-        grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
-        frontier = grown.expand(self._best(0, above, root, noise, shape.topk))
-        if noise is not None:
-            noise.follow(frontier)
-        if shape.depth > 1:
-            lanes = self._lanes(slots, root + 1, shape.depth)
-        # with noise or a grammar each request's tree is as large as was planned
-        least = float(self.min_probability[0]) if noise is None else 0.0
-        doubts = grown.doubts(least)
-        for depth in range(1, shape.depth):
-            if doubts:
-                break
-            left = shape.depth - depth
-            if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
-                self._add_told(grown, told, noise, left)
-                break
-            if network.reads_above:
-                index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
-                above = above.gather(1, index)
-            above = network.lanes(
-                depth,
-                frontier.tokens.reshape(-1),
-                above.flatten(0, 1),
-                lanes.context(frontier.lanes, root + depth),
-            ).unflatten(0, frontier.tokens.shape)
-            frontier = grown.expand(self._best(depth, above, root, noise, shape.topk))
-            doubts = grown.doubts(least)
-            if noise is not None:
-                noise.follow(frontier)
-        return grown.select(kept_nodes(shape, grown.depth, doubts))
-
-    def _add_told(
-        self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int
-    ) -> None:
-        """The last levels of a tree, without the network: ``children`` and what follows them."""
-        b, _, k = children.tokens.shape
-        for left in reversed(range(levels)):
-            noise.follow(grown.expand(children))
-            if left:
-                told = noise.forced(b, k, 0)
-                assert told is not None, "levels 0"
-                children = told
-
-    def _best(
-        self, depth: int, outputs: Tensor, root: Tensor, noise: KeyedNoise | None, k: int
-    ) -> TopTokens:
-        """The k best next tokens of each lane at a depth: outputs [b, lanes, O], root [b], the
-        roots' positions -> [b, lanes, k]."""
-        shape = outputs.shape[:2]
-        logits = self.network.logits(depth, outputs.flatten(0, 1)).unflatten(0, shape)
-        if noise is None:
-            return self.vocabulary.best(logits, k)
-        return noise.best(logits, self.vocabulary, root + (depth + 1), k)
-
-    def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
-        """Lanes that continue the first ``prefix`` [b] tokens, which include the root."""
-        stem = self.scheme.stem(slots, self.max_lanes)
-        rows = None if stem is None else LaneRows(self.scheme, stem, depth)
-        attention = self.backend.lane_attention(
-            self.kv, self.table.kv_slots, slots, prefix, self.max_lanes
-        )
-        return Lanes(attention, rows, self.scheme)
 
     # ── entries of the sequence ──
 

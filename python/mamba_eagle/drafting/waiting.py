@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
 from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.core import PLAIN, TreeShape
-from mamba_eagle.drafting.base import StepPart
+from mamba_eagle.drafting.base import Drafter, StepPart
 
 
 class Kept(NamedTuple):
@@ -95,3 +95,21 @@ class Waiting:
         if not self.place.on_host or not slots:
             return [self.bounds[slot] for slot in slots]
         return self.entries.waiting(list(slots))
+
+
+class QueueingDrafter(Drafter):
+    """A drafter with a network, which processes entries of the sequences when it is to draft."""
+
+    catches_up = True
+    left_waiting = 0  # entries that ``catch_up`` leaves pending
+    kv: KVPool
+    waiting: Waiting
+
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        self.kv.copy(sources, targets)
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        return self.waiting.prepare(slots, shape, self.left_waiting)
+
+    def untrack(self, slots: Sequence[int]) -> None:
+        self.waiting.untrack(slots)

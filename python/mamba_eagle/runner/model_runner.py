@@ -71,8 +71,7 @@ class ModelRunner:
             step.simulate(self.config.simulate_acc_len)
         self.prompts = PromptRunner(step, self.pool, self.journals, self.model.config.eos_token_ids)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(step)
-        # called when a launch is about to wait for the device, where the last step's result is by
-        # then: the caller can send results first
+        # called before a launch waits for the device: the caller can send the last results first
         self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
         several = self.stages.size > 1 and parts.cohorts > 1
@@ -218,17 +217,12 @@ class ModelRunner:
         self.journals.end_trails(slots)
         self.drafter.release(slots, [max(each.fold_to, each.keep_to) for each in releases])
         fold_released(self.table, self.scheme, releases, self.backend.place)
-        self.table.remaining.index_fill_(0, self.backend.place.to_device(slots), 0)
-        for slot in slots:
-            self.sampling.release(slot)
-            self.constraints.release(slot)
-            self.prompts.pooling.release(slot)
+        self.step.release(slots)
+        self.prompts.pooling.release(slots)
 
     def simulate_accept_length(self, length: float) -> None:
-        """Make steps accept ``length`` nodes on average, whatever the target's tokens are.
-
-        For benchmarks with dummy weights. Call it before the first step.
-        """
+        """Make steps accept ``length`` nodes on average, whatever the target's tokens are: for
+        benchmarks with dummy weights, before the first step."""
         self.step.simulate(length)
         self.capture()
         self.step.num_forced.zero_()

@@ -143,9 +143,8 @@ class Request:
         released; 0 if none."""
         if self._on_trail(position):
             return position
-        served = self.reusable or 0
-        served = served if served <= position else 0
-        trail = self.held.trail if self.held is not None else None
+        reusable, trail = self.reusable or 0, self.held.trail if self.held is not None else None
+        served = reusable if reusable <= position else 0
         for each in trail.inside if trail is not None else ():
             if each.position <= position:
                 served = max(served, each.position, min(each.end, position))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mamba_eagle.cpu.vector_math import ZERO
-from mamba_eagle.cpu.vectors.code import F32, FLOATS, I8, I64, LANES, Code, vector_code
-from mamba_eagle.cpu.vectors.states import AFTER, AHEAD, BEFORE, TILE, States
+from mamba_eagle.cpu.vectors.code import F32, FLOATS, I64, LANES, Code, vector_code
+from mamba_eagle.cpu.vectors.states import AFTER, AHEAD, BEFORE, TILE, StateCode, States
 from mamba_eagle.cpu.vectors.sums import sums_across
 from mamba_eagle.machine_code import strictly
 
@@ -27,22 +27,15 @@ def block_room_for(nodes, N):  # noqa: ANN001, ANN201
     return (1 + nodes) * LANES * N
 
 
-class _Block:
-    """Code for blocks of 16 rows of a state."""
+class _Block(StateCode):
+    """Blocks of 16 rows of a state."""
 
     def __init__(self, code: Code, arguments: Any) -> None:
-        self.code, self.builder = code, code.builder
-        self.words = [code.load(arguments, I64(i), I64) for i in range(States.COUNT)]
-        self.state, self.sums = code.variables(TILE), code.variables(LANES)
+        super().__init__(code, arguments)
+        self.sums = code.variables(LANES)
         self.vectors = self.builder.udiv(self.word(States.N), I64(LANES))
         self.size = self.builder.mul(self.word(States.N), I64(LANES))
         self.block = self.base(States.SUMS)
-
-    def word(self, place: int) -> Any:
-        return self.words[place]
-
-    def base(self, place: int) -> Any:
-        return self.builder.inttoptr(self.words[place], I8.as_pointer())
 
     def write(self, first: Any, last: Any) -> None:
         """Blocks [first, last)."""
@@ -55,11 +48,8 @@ class _Block:
                     self._journal(p, at, range(row, row + TILE), b.mul(v, I64(LANES)))
             with code.loop(self.word(States.T)) as visit:
                 self._visit(p, visit)
-            with b.if_then(self._writes(AFTER)):
+            with b.if_then(self.writes(AFTER)):
                 self._copy(self.block, I64(0), self.base(States.STATE), at)
-
-    def _writes(self, when: int) -> Any:
-        return self.builder.icmp_unsigned("==", self.word(States.WRITES), I64(when))
 
     def _in_block(self, row: int, n: Any) -> Any:
         return self.builder.add(self.builder.mul(I64(row), self.word(States.N)), n)
@@ -76,7 +66,7 @@ class _Block:
             key = code.vector(self.base(States.ROWS), b.add(self._key(token), n), F32)
             for row, own in zip(rows, self.state, strict=True):
                 b.store(self._grown(b.load(own), decay, self._added(token, p, row), key), own)
-        with b.if_then(self._writes(BEFORE)):
+        with b.if_then(self.writes(BEFORE)):
             for place, own in zip(places, self.state, strict=True):
                 code.store(b.load(own), state, b.add(at, place))
         for place, own in zip(places, self.state, strict=True):
@@ -106,7 +96,7 @@ class _Block:
         code, b = self.code, self.builder
         node = code.load(self.base(States.ORDER), visit, I64)
         token = b.add(self.word(States.J), node)
-        self._from_parent(node, visit)
+        self.from_parent(node, visit)
         self._sum(lambda rows, n: self._read(token, rows, n))
         at, added = self._of_added(token, p), self.base(States.ADDED)
         share = code.splat(code.load(self.base(States.READ), token, F32))
@@ -115,7 +105,7 @@ class _Block:
         self._sum(lambda rows, n: self._step(node, token, p, rows, n))
         out = b.add(b.mul(node, self.word(States.OUT_ROW)), p)
         code.store(self._total(), self.base(States.OUT), out)
-        with b.if_then(self._is_kept(node)):
+        with b.if_then(self.is_kept(node)):
             self._copy(self.block, I64(0), self.base(States.TILES), b.mul(node, self.size))
 
     def _sum(self, add: Any) -> None:
@@ -152,18 +142,9 @@ class _Block:
         own = self.sums[row]
         self.builder.store(self.code.multiply_add(x, y, self.builder.load(own)), own)
 
-    def _from_parent(self, node: Any, visit: Any) -> None:
-        """The block after the parent, which is at hand where that was visited just before."""
-        code, b = self.code, self.builder
-        with b.if_then(b.icmp_signed(">", visit, I64(0))):
-            before = code.load(self.base(States.ORDER), b.sub(visit, I64(1)), I64)
-            parent = code.load(self.base(States.PARENTS), node, I64)
-            with b.if_then(b.icmp_signed("!=", parent, before)):
-                self._copy(self.base(States.TILES), b.mul(parent, self.size), self.block, I64(0))
-
-    def _is_kept(self, node: Any) -> Any:
-        kept = self.code.load(self.base(States.KEPT), node, I64)
-        return self.builder.icmp_signed("!=", kept, I64(0))
+    def take(self, node: Any) -> None:
+        at = self.builder.mul(node, self.size)
+        self._copy(self.base(States.TILES), at, self.block, I64(0))
 
     def _copy(self, source: Any, source_at: Any, target: Any, at: Any) -> None:
         code, b = self.code, self.builder

@@ -13,6 +13,7 @@ are made as vectors, 16 rows of the state side by side, and added up across thes
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from math import exp
 from typing import Any
 
@@ -76,12 +77,11 @@ def depth_first(parents, order, kept):  # noqa: ANN001, ANN201
         order[place[i]] = i
 
 
-class _Tile:
-    """Code for tiles of ``rows`` rows of a state by ``vectors`` vectors."""
+class StateCode:
+    """Code for a part of a state, which is stepped from node to node."""
 
-    def __init__(self, code: Code, arguments: Any, vectors: int) -> None:
+    def __init__(self, code: Code, arguments: Any) -> None:
         self.code, self.builder = code, code.builder
-        self.rows, self.vectors = TILE // vectors, vectors
         self.words = [code.load(arguments, I64(i), I64) for i in range(States.COUNT)]
         self.state = code.variables(TILE)
 
@@ -90,6 +90,35 @@ class _Tile:
 
     def base(self, place: int) -> Any:
         return self.builder.inttoptr(self.words[place], I8.as_pointer())
+
+    def writes(self, when: int) -> Any:
+        """Whether the state is written then."""
+        return self.builder.icmp_unsigned("==", self.word(States.WRITES), I64(when))
+
+    def is_kept(self, node: Any) -> Any:
+        kept = self.code.load(self.base(States.KEPT), node, I64)
+        return self.builder.icmp_signed("!=", kept, I64(0))
+
+    def from_parent(self, node: Any, visit: Any) -> None:
+        """The state after the parent, which is at hand where that was visited just before."""
+        code, b = self.code, self.builder
+        with b.if_then(b.icmp_signed(">", visit, I64(0))):
+            before = code.load(self.base(States.ORDER), b.sub(visit, I64(1)), I64)
+            parent = code.load(self.base(States.PARENTS), node, I64)
+            with b.if_then(b.icmp_signed("!=", parent, before)):
+                self.take(parent)
+
+    @abstractmethod
+    def take(self, node: Any) -> None:
+        """The state that was kept after a node."""
+
+
+class _Tile(StateCode):
+    """Tiles of ``rows`` rows of a state by ``vectors`` vectors."""
+
+    def __init__(self, code: Code, arguments: Any, vectors: int) -> None:
+        super().__init__(code, arguments)
+        self.rows, self.vectors = TILE // vectors, vectors
 
     def places(self) -> list[tuple[int, int]]:
         """Row and vector of each of the tile's vectors."""
@@ -123,17 +152,17 @@ class _Tile:
         self._write_state(BEFORE, ats)
         with code.loop(self.word(States.T)) as visit:
             node = code.load(self.base(States.ORDER), visit, I64)
-            self._from_parent(node, visit)
+            self.from_parent(node, visit)
             self._advance(b.add(journal, node), p, n)
             self._add_products(node, own, n, first)
-            with b.if_then(self._is_set(States.KEPT, node)):
+            with b.if_then(self.is_kept(node)):
                 for i, place in enumerate(self.state):
                     code.store(b.load(place), self.base(States.TILES), self._kept(node, i))
         self._write_state(AFTER, ats)
 
     def _write_state(self, when: int, ats: list[Any]) -> None:
         code, b = self.code, self.builder
-        with b.if_then(b.icmp_unsigned("==", self.word(States.WRITES), I64(when))):
+        with b.if_then(self.writes(when)):
             for at, place in zip(ats, self.state, strict=True):
                 code.store(b.load(place), self.base(States.STATE), at)
 
@@ -155,22 +184,13 @@ class _Tile:
                 kept = b.fmul(b.load(place), decay)
                 b.store(code.multiply_add(added, own, kept), place)
 
-    def _from_parent(self, node: Any, visit: Any) -> None:
-        """The state after the parent, which the tile has where that was visited just before."""
-        code, b = self.code, self.builder
-        with b.if_then(b.icmp_signed(">", visit, I64(0))):
-            before = code.load(self.base(States.ORDER), b.sub(visit, I64(1)), I64)
-            parent = code.load(self.base(States.PARENTS), node, I64)
-            with b.if_then(b.icmp_signed("!=", parent, before)):
-                for i, place in enumerate(self.state):
-                    found = code.vector(self.base(States.TILES), self._kept(parent, i), F32)
-                    b.store(found, place)
+    def take(self, node: Any) -> None:
+        for i, place in enumerate(self.state):
+            found = self.code.vector(self.base(States.TILES), self._kept(node, i), F32)
+            self.builder.store(found, place)
 
     def _kept(self, node: Any, i: int) -> Any:
         return self.builder.add(self.builder.mul(node, I64(TILE * LANES)), I64(i * LANES))
-
-    def _is_set(self, place: int, at: Any) -> Any:
-        return self.builder.icmp_signed("!=", self.code.load(self.base(place), at, I64), I64(0))
 
     def _add_products(self, node: Any, own: Any, n: Any, first: bool) -> None:
         code, b = self.code, self.builder

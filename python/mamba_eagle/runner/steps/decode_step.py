@@ -10,7 +10,7 @@ along, and no object remembers which step it is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,13 @@ class DecodeStep:
         """Accept ``length`` nodes on average, whatever the target's tokens are."""
         self.forced_length = length
         self.drafter.draft_whole_trees()
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The requests in ``slots`` have left."""
+        self.table.remaining.index_fill_(0, self.backend.place.to_device(slots), 0)
+        for slot in slots:
+            self.sampling.release(slot)
+            self.constraints.release(slot)
 
     def draft(
         self,

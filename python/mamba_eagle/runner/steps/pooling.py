@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -73,9 +73,10 @@ class Pooling:
         pool.add(features[part.first : part.first + part.length, : self.hidden_size])
         return self._open.pop(item.slot).vector() if item.is_last else None
 
-    def release(self, slot: int) -> None:
-        """The request has left, perhaps before its last chunk."""
-        self._open.pop(slot, None)
+    def release(self, slots: Sequence[int]) -> None:
+        """The requests have left, perhaps before their last chunks."""
+        for slot in slots:
+            self._open.pop(slot, None)
 
 
 def as_bytes(vector: Tensor) -> bytes:

@@ -192,9 +192,8 @@ class PromptRunner:
         state_slots = self._indices([item.state_slot for item in items])
         before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
         if self.step.adapters.any([item.slot for item in items]):
-            slots, lengths = self._indices(
-                list(zip(*((part.item.slot, part.length) for part in parts)))
-            )
+            rows = [(part.item.slot, part.length) for part in parts]
+            slots, lengths = self._indices(list(zip(*rows)))
             with self.step.adapters.over(slots, lengths):
                 features = model(tokens, ctx)
         else:

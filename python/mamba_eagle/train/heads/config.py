@@ -74,62 +74,19 @@ def head_config(architecture: str, pattern: str, target: ModelConfig) -> dict[st
     return config
 
 
-def block_draft_config(
-    architecture: str, settings: TrainSettings, taps: list[int], target: ModelConfig
+def attention_head_config(
+    architecture: str, layers: int, expansion: int, target: ModelConfig
 ) -> dict[str, Any]:
-    """config.json of a block drafter, in the fields of published ones.
-
-    Args:
-        taps: layers of the target whose outputs are read, from 0.
-    """
-    attention, dspark = head_attention(target), architecture.endswith("DSparkModel")
-    config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "qwen3",
-        "torch_dtype": "bfloat16",
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": BLOCK_MLP_EXPANSION * target.hidden_size,
-        "num_hidden_layers": settings.draft_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": target.norm_eps,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": target.max_position_embeddings or DEFAULT_POSITIONS,
-        "tie_word_embeddings": False,
-        "eos_token_id": list(target.eos_token_ids),
-        "block_size": settings.depth if dspark else settings.depth + 1,
-        "mask_token_id": 0,
-        "target_layer_ids": taps,
-        "dflash_config": {"causal": dspark},
-    }
-    if dspark:
-        config["sample_from_anchor"] = True
-        config["markov_rank"] = settings.markov_rank
-        config["markov_head_type"] = settings.markov_head
-        config["enable_confidence_head"] = True
-        config["confidence_head_with_markov"] = True
-    return config
-
-
-def eagle3_config(draft_vocab_size: int, taps: list[int], target: ModelConfig) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head, in the fields of published heads.
-
-    Args:
-        taps: the layer ids that the config stores for its three features.
-    """
+    """What heads of rotated attention and gated MLPs have in common, in Llama's fields. expansion:
+    intermediate size / hidden size."""
     attention = head_attention(target)
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [architecture],
         "torch_dtype": "bfloat16",
         "vocab_size": target.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
         "hidden_size": target.hidden_size,
-        "intermediate_size": MLP_EXPANSION * target.hidden_size,
-        "num_hidden_layers": 1,
+        "intermediate_size": expansion * target.hidden_size,
+        "num_hidden_layers": layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
@@ -139,5 +96,47 @@ def eagle3_config(draft_vocab_size: int, taps: list[int], target: ModelConfig) -
         "max_position_embeddings": target.max_position_embeddings,
         "tie_word_embeddings": False,
         "eos_token_id": list(target.eos_token_ids),
+    }
+
+
+def block_draft_config(
+    architecture: str, settings: TrainSettings, taps: list[int], target: ModelConfig
+) -> dict[str, Any]:
+    """config.json of a block drafter, in the fields of published ones.
+
+    Args:
+        taps: layers of the target whose outputs are read, from 0.
+    """
+    dspark = architecture.endswith("DSparkModel")
+    config = attention_head_config(architecture, settings.draft_layers, BLOCK_MLP_EXPANSION, target)
+    config |= {
+        "model_type": "qwen3",
+        "max_position_embeddings": target.max_position_embeddings or DEFAULT_POSITIONS,
+        "block_size": settings.depth if dspark else settings.depth + 1,
+        "mask_token_id": 0,
+        "target_layer_ids": taps,
+        "dflash_config": {"causal": dspark},
+    }
+    if dspark:
+        config |= {
+            "sample_from_anchor": True,
+            "markov_rank": settings.markov_rank,
+            "markov_head_type": settings.markov_head,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    return config
+
+
+def eagle3_config(draft_vocab_size: int, taps: list[int], target: ModelConfig) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head, in the fields of published heads.
+
+    Args:
+        taps: the layer ids that the config stores for its three features.
+    """
+    return {
+        **attention_head_config("LlamaForCausalLMEagle3", 1, MLP_EXPANSION, target),
+        "model_type": "llama",
+        "draft_vocab_size": draft_vocab_size,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": taps},
     }

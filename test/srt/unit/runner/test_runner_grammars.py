@@ -53,6 +53,7 @@ from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.constraints import TokenMasks
@@ -550,13 +551,13 @@ def test_a_network_is_not_asked_about_requests_whose_text_is_forced(
 ) -> None:
     """In a batch; those that are asked about draft what they would alone."""
     engine = constrain(tiny.engine(TREE))
-    grow, asked = ModelDrafter._grow, list[int]()
+    grow, asked = Growth.grow, list[int]()
 
-    def counted(self: ModelDrafter, slots: torch.Tensor, *others: Any) -> Any:
+    def counted(self: Growth, slots: torch.Tensor, *others: Any) -> Any:
         asked.append(len(slots))
         return grow(self, slots, *others)
 
-    monkeypatch.setattr(ModelDrafter, "_grow", counted)
+    monkeypatch.setattr(Growth, "grow", counted)
     params = [under("schema", seed=1), under("schema"), under("open", 15, seed=2)]
     lives = [engine.start(random_prompt(8 + i, i), each) for i, each in enumerate(params)]
     engine.finish(lives)
@@ -575,17 +576,17 @@ def test_a_network_rests_behind_a_choice_and_while_all_text_is_forced(
     engine = constrain(tiny.engine(TREE._replace(steps=5)))
     called: dict[str, list[int]] = {"_add_told": [], "_run_pending": []}
 
-    def counted(name: str) -> None:
-        method = getattr(ModelDrafter, name)
+    def counted(kind: type, name: str) -> None:
+        method = getattr(kind, name)
 
-        def call(self: ModelDrafter, *arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any) -> Any:
             called[name].append(arguments[-1])  # levels that are left, and entries
             return method(self, *arguments)
 
-        monkeypatch.setattr(ModelDrafter, name, call)
+        monkeypatch.setattr(kind, name, call)
 
-    counted("_add_told")
-    counted("_run_pending")
+    counted(Growth, "_add_told")
+    counted(ModelDrafter, "_run_pending")
     lives = [engine.generate(random_prompt(8, i), under("schema", seed=i)) for i in range(3)]
     for live in lives:
         assert live.output == plain_choices(tiny.plain, live, engine.eos)
