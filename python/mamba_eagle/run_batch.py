@@ -1,12 +1,8 @@
 """``mamba-eagle run-batch IN.jsonl OUT.jsonl``: answers a file of requests, without a server.
 
-Lines are those of OpenAI's batches:
-
-    {"custom_id": "7", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1 + 1 ="}}
-
-Each gets a line in OUT with its custom_id, in the order in which they are done. Lines that OUT has
-already are skipped, so that a run which was ended goes on where it was. A line that is wrong gets
-an error of its own.
+Lines are those of OpenAI's batches (server/apis/batches/lines.py). Each gets a line in OUT with its
+custom_id, in the order in which they are done. Lines that OUT has already are skipped, so that a
+run which was ended goes on where it was. A line that is wrong gets an error of its own.
 """
 
 from __future__ import annotations
@@ -14,26 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from mamba_eagle.config import ConfigError, Parser, ServerConfig, add_arguments, from_arguments
-from mamba_eagle.core import shown
 from mamba_eagle.engine import Engine, EngineError
-
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate")
-
-
-class Line(NamedTuple):
-    """A request of the file; ``problem`` says why it cannot be one."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    problem: str = ""
+from mamba_eagle.server.apis.batches.lines import Line, read_lines
 
 
 def make_parser() -> Parser:
@@ -68,42 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # ── the files ────────────────────────────────────────────────────────────────────────────────
-
-
-def read_lines(path: str) -> Iterator[Line]:
-    """Raises: OSError"""
-    seen: set[str] = set()
-    for number, text in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if text.strip():
-            line = _parse(text, number)
-            if line.custom_id in seen:
-                problem = f"line {number}: custom_id {shown(line.custom_id)} was used before"
-                line = Line(f"line-{number}", "", {}, problem)
-            seen.add(line.custom_id)
-            yield line
-
-
-def _parse(text: bytes, number: int) -> Line:
-    name = f"line-{number}"
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        return Line(name, "", {}, f"line {number} is not JSON: {error}")
-    if not isinstance(value, dict):
-        return Line(name, "", {}, f"line {number}: must be an object")
-    given = value.get("custom_id", name)
-    if not isinstance(given, str) or not given:
-        return Line(name, "", {}, f"line {number}: custom_id = {shown(given)}: must be a string")
-    url, body, method = value.get("url"), value.get("body"), value.get("method", "POST")
-    if method != "POST":
-        return Line(given, "", {}, f"method = {shown(method)}: must be POST")
-    if url not in URLS:
-        return Line(given, "", {}, f"url = {shown(url)}: must be one of {', '.join(URLS)}")
-    if not isinstance(body, dict):
-        return Line(given, "", {}, f"body = {shown(body)}: must be an object")
-    if body.get("stream"):
-        return Line(given, "", {}, "body.stream = true: replies of a batch come whole")
-    return Line(given, url, body)
 
 
 def read_done(path: str) -> set[str]:
@@ -148,16 +97,9 @@ async def run(engine: Engine, lines: Sequence[Line], done: set[str], output: Tex
 
 
 async def _answer(engine: Engine, line: Line) -> dict[str, Any]:
-    reply: dict[str, Any] = {"id": f"batch_req_{line.custom_id}", "custom_id": line.custom_id}
     if line.problem:
-        error = {"code": "invalid_request", "message": line.problem}
-        return {**reply, "response": None, "error": error}
-    status, body = await engine.async_post(line.url, line.body)
-    response = {"status_code": status, "request_id": reply["id"], "body": body}
-    if status == 200:
-        return {**reply, "response": response, "error": None}
-    message = body.get("error", {}).get("message", "the request failed")
-    return {**reply, "response": response, "error": {"code": str(status), "message": message}}
+        return line.refused()
+    return line.answered(*await engine.async_post(line.url, line.body))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import openai
@@ -181,6 +183,33 @@ def responses() -> None:
     assert client.responses.create(**{**body, "input": asked}).output_text
     parsed = client.responses.parse(**body, text_format=Sum)
     assert isinstance(parsed.output_parsed, Sum)
+
+
+@check("files and batches: create, retrieve, content, list, delete, cancel")
+def batches() -> None:
+    bodies = [{"prompt": f"{i} + 1 =", "max_tokens": 4, "temperature": 0} for i in range(9)]
+    lines = [
+        json.dumps({"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body})
+        for i, body in enumerate([*bodies, {"prompt": 5.5}])
+    ]
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **asked)
+    while batch.status not in ("completed", "failed"):
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (10, 9, 1)
+    assert batch.output_file_id is not None and batch.error_file_id is not None
+    output = client.files.content(batch.output_file_id).text.splitlines()
+    for reply in map(json.loads, output):
+        plain = client.completions.create(model=MODEL, **bodies[int(reply["custom_id"])])
+        assert reply["response"]["body"]["choices"][0]["text"] == plain.choices[0].text
+    assert json.loads(client.files.content(batch.error_file_id).text)["custom_id"] == "9"
+    assert batch.id in [one.id for one in client.batches.list(limit=1)]
+    assert {file.id, batch.output_file_id} <= {one.id for one in client.files.list(limit=1)}
+    assert client.batches.cancel(batch.id).status == "completed"
+    assert client.files.delete(file.id).deleted
 
 
 @check("responses that are kept: previous_response_id, retrieve, delete, NotFoundError")

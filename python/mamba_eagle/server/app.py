@@ -32,6 +32,8 @@ from mamba_eagle.server.apis import (
     tokens,
 )
 from mamba_eagle.server.apis.anthropic import route as anthropic
+from mamba_eagle.server.apis.batches import route as batches
+from mamba_eagle.server.apis.batches.batch import BatchStore
 from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
@@ -103,10 +105,11 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     app.state.responses = ResponseStore()
+    app.state.batches = BatchStore(app, state.lifetime, state.folder)
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
         *(tokens, cache, control, profile, adapters, pauses, group, weights, memory),
-        *(rollouts, openapi, page),
+        *(rollouts, batches, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:

@@ -45,6 +45,7 @@ class ServerState:
     config: ServerConfig
     manager: TokenizerManager
     recorder: Recorder
+    folder: str  # the server's own, which ends with it
     started: float = field(default_factory=time.time)
     lifetime: Lifetime = field(default_factory=Lifetime)
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name

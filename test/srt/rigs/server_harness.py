@@ -96,7 +96,7 @@ async def serving(
     manager.tokenizer = tokenizer
     fake = engine(socket_dir, script, chunk, vocab_size, context_length=context_length)
     await asyncio.wait_for(manager.ready, PATIENCE)
-    app = make_app(ServerState(config, manager, recorder))
+    app = make_app(ServerState(config, manager, recorder, socket_dir))
     transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

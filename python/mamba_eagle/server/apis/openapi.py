@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from mamba_eagle import __version__
 from mamba_eagle.server.apis.adapters import LoadBody, UnloadBody
 from mamba_eagle.server.apis.anthropic.body import MessagesBody
+from mamba_eagle.server.apis.batches.route import BatchBody
 from mamba_eagle.server.apis.control import AbortBody
 from mamba_eagle.server.apis.embeddings import EmbeddingsBody
 from mamba_eagle.server.apis.generate.body import GenerateBody
@@ -47,6 +48,7 @@ BODIES: Mapping[str, type[Body]] = {
     "/v1/messages/count_tokens": MessagesBody,
     "/v1/score": ScoreBody,
     "/v1/embeddings": EmbeddingsBody,
+    "/v1/batches": BatchBody,
     "/tokenize": TokenizeBody,
     "/v1/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,

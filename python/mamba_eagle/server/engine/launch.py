@@ -123,6 +123,7 @@ class Launch(ABC):
                     self.config,
                     self.manager,
                     recorder,
+                    self.socket_dir,
                     lifetime=self.lifetime,
                     judge_kind=self.judge_kind,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,11 +14,15 @@ from starlette.types import ASGIApp, Message, Scope
 class Call:
     """One POST of a JSON object. Iterate over ``pieces`` to the end, or call ``close``."""
 
-    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
-        """Must be made on the event loop of the application."""
+    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any], key: str = "") -> None:
+        """Must be made on the event loop of the application. key: one of its API keys; "": none."""
         self._app = app
         self._path = path
-        self._body = msgspec.json.encode(body)
+        self._key = key
+        try:
+            self._body = msgspec.json.encode(body)
+        except UnicodeEncodeError:  # the reader of the body says what is wrong
+            self._body = json.dumps(body).encode()
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._sent = False
@@ -61,7 +66,10 @@ class Call:
             "path": self._path,
             "raw_path": self._path.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [
+                (b"content-type", b"application/json"),
+                *([(b"x-api-key", self._key.encode())] if self._key else []),
+            ],
             "client": None,
             "server": None,
         }

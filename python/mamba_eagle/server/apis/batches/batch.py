@@ -1,0 +1,202 @@
+"""Batches: each line of a file is a request to this server, its reply a line of another file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_BATCH_LINES, MAX_BATCHES
+from mamba_eagle.server.apis.batches.files import FileStore, StoredFile
+from mamba_eagle.server.apis.batches.lines import Line, read_lines
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.asgi_client import Call
+from mamba_eagle.server.lifetime import Lifetime
+
+log = logging.getLogger("mamba_eagle.server")
+WINDOW = 24 * 3600  # seconds that a batch may take
+FULL_PAUSE = 1.0  # seconds until a line is tried again that the server had no room for
+UNAVAILABLE = 503
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+class Batch:
+    """One of a key's; a task runs it. metadata: the client's own."""
+
+    def __init__(self, key: str, endpoint: str, source: StoredFile, metadata: Any) -> None:
+        self.id = f"batch_{secrets.token_hex(12)}"
+        self.key, self.endpoint, self.source, self.metadata = key, endpoint, source, metadata
+        self.times: dict[str, int] = {}
+        self.set_status("validating", "created_at")
+        self.counts = {"total": 0, "completed": 0, "failed": 0}
+        self.files: dict[str, StoredFile] = {}  # output and error, those that have a line
+        self.problem = ""
+        self.task: asyncio.Task[None] | None = None
+
+    def set_status(self, status: str, time_name: str = "") -> None:
+        self.status = status
+        self.times[time_name or f"{status}_at"] = int(time.time())
+
+    def as_dict(self) -> dict[str, Any]:
+        names = "created in_progress finalizing completed failed expired cancelling cancelled"
+        problem = {"code": "invalid_file", "message": self.problem, "line": None, "param": None}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "status": self.status,
+            "errors": {"object": "list", "data": [problem]} if self.problem else None,
+            "input_file_id": self.source.id,
+            "completion_window": "24h",
+            "request_counts": self.counts,
+            "metadata": self.metadata,
+            "expires_at": self.times["created_at"] + WINDOW,
+            **{f"{name}_at": self.times.get(f"{name}_at") for name in names.split()},
+            **{
+                f"{kind}_file_id": self.files[kind].id if kind in self.files else None
+                for kind in ("output", "error")
+            },
+        }
+
+    def cancel(self) -> None:
+        """What has been answered stays."""
+        if self.status in ("validating", "in_progress") and self.task is not None:
+            self.set_status("cancelling")
+            self.task.cancel()
+
+
+class BatchStore:
+    """All batches, and the tasks that run them."""
+
+    def __init__(self, app: ASGIApp, lifetime: Lifetime, folder: str) -> None:
+        self.files = FileStore(folder)
+        self._app, self._lifetime = app, lifetime
+        self._batches: dict[str, Batch] = {}  # the oldest first
+
+    def start(self, batch: Batch, at_once: int) -> None:
+        """at_once: lines that are with the engine, so that other requests find room beside them.
+        The oldest batch that has ended makes room.
+
+        Raises: RequestError 503
+        """
+        own = self.of(batch.key)
+        if len(own) >= MAX_BATCHES:
+            ended = [one.id for one in own if one.status in ENDED]
+            if not ended:
+                message = f"{MAX_BATCHES} batches have not ended, the most: try again later"
+                raise RequestError(message, UNAVAILABLE, retry_after=60)
+            del self._batches[ended[-1]]
+        self._batches[batch.id] = batch
+        run = _Run(batch, self.files, self._app, self._lifetime, at_once)
+        batch.task = asyncio.get_running_loop().create_task(run.all())
+
+    def of(self, key: str) -> list[Batch]:
+        """The newest first."""
+        return [batch for batch in reversed(self._batches.values()) if batch.key == key]
+
+    def find(self, key: str, id: str) -> Batch:
+        """Raises: RequestError 404"""
+        batch = self._batches.get(id)
+        if batch is None or batch.key != key:
+            remedy = "there is no such batch: it was another API key's, or went to make room"
+            raise RequestError(f"batch = {shown(id)}: {remedy}", 404)
+        return batch
+
+
+class _Run:
+    """Answers the lines of a batch, some at a time."""
+
+    def __init__(
+        self, batch: Batch, files: FileStore, app: ASGIApp, lifetime: Lifetime, at_once: int
+    ) -> None:
+        self.batch, self.files, self.app, self.lifetime = batch, files, app, lifetime
+        self.at_once = at_once
+        self._paths: dict[str, Path] = {}
+        self._reading = asyncio.Lock()
+
+    async def all(self) -> None:
+        """Ends in one of ENDED, whatever happens."""
+        batch = self.batch
+        try:
+            await asyncio.wait_for(self._answer_all(), WINDOW)
+            batch.set_status("completed")
+        except asyncio.TimeoutError:
+            batch.set_status("expired")
+        except asyncio.CancelledError:
+            batch.set_status("cancelled")
+        except RequestError as error:
+            batch.problem = error.message
+            batch.set_status("failed")
+        except Exception:
+            log.exception("batch %s failed", batch.id)
+            batch.problem = "the batch failed; see the server log"
+            batch.set_status("failed")
+        finally:
+            self._keep()
+
+    async def _answer_all(self) -> None:
+        batch, path = self.batch, self.batch.source.path
+        batch.counts["total"] = await asyncio.to_thread(_count_lines, path)
+        batch.set_status("in_progress")
+        lines = read_lines(path, (batch.endpoint,))
+        workers = [asyncio.ensure_future(self._work(lines)) for _ in range(self.at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        batch.set_status("finalizing")
+
+    async def _work(self, lines: Iterator[Line]) -> None:
+        while (line := await self._next(lines)) is not None:
+            reply = line.refused() if line.problem else await self._reply(line)
+            is_error = reply["error"] is not None
+            self._write("error" if is_error else "output", reply)
+            self.batch.counts["failed" if is_error else "completed"] += 1
+
+    async def _next(self, lines: Iterator[Line]) -> Line | None:
+        async with self._reading:
+            return await asyncio.to_thread(next, lines, None)
+
+    async def _reply(self, line: Line) -> dict[str, Any]:
+        while True:
+            if self.lifetime.refusal is not None:
+                raise RequestError(self.lifetime.refusal, UNAVAILABLE)
+            call = Call(self.app, line.url, line.body, self.batch.key)
+            try:
+                text = b"".join([piece async for piece in call.pieces()])
+            finally:
+                await call.close()
+            if call.status != UNAVAILABLE:
+                return line.answered(call.status, json.loads(text))
+            await asyncio.sleep(FULL_PAUSE)
+
+    def _write(self, kind: str, reply: dict[str, Any]) -> None:
+        text = json.dumps(reply).encode() + b"\n"
+        self.files.take(self.batch.key, len(text))
+        path = self._paths.setdefault(kind, self.files.new_path())
+        with open(path, "ab") as file:
+            file.write(text)
+
+    def _keep(self) -> None:
+        for kind, path in self._paths.items():
+            name, purpose = f"{self.batch.id}_{kind}.jsonl", "batch_output"
+            self.batch.files[kind] = self.files.add(self.batch.key, name, purpose, path)
+
+
+def _count_lines(path: Path) -> int:
+    """Raises: RequestError for too many, or none"""
+    with open(path, "rb") as file:
+        count = sum(1 for text in file if text.strip())
+    if not 0 < count <= MAX_BATCH_LINES:
+        raise RequestError(f"the file has {count} requests: it must have 1 to {MAX_BATCH_LINES}")
+    return count

@@ -1,0 +1,93 @@
+"""Lines of OpenAI's batches: requests as they stand in a file, and the replies to them.
+
+{"custom_id": "7", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1 + 1 ="}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_BATCH_LINE
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate")
+
+
+class Line(NamedTuple):
+    """A request of a file; ``problem`` says why it cannot be one."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    problem: str = ""
+
+    def answered(self, status: int, body: Any) -> dict[str, Any]:
+        """The reply's line. ``error`` is null if the request was answered."""
+        id = f"batch_req_{self.custom_id}"
+        reply: dict[str, Any] = {"id": id, "custom_id": self.custom_id}
+        response = {"status_code": status, "request_id": id, "body": body}
+        if status == 200:
+            return {**reply, "response": response, "error": None}
+        message = body.get("error", {}).get("message", "the request failed")
+        return {**reply, "response": response, "error": {"code": str(status), "message": message}}
+
+    def refused(self) -> dict[str, Any]:
+        """The reply's line of one that cannot be a request."""
+        id = f"batch_req_{self.custom_id}"
+        error = {"code": "invalid_request", "message": self.problem}
+        return {"id": id, "custom_id": self.custom_id, "response": None, "error": error}
+
+
+def read_lines(path: str | Path, urls: tuple[str, ...] = URLS) -> Iterator[Line]:
+    """One after the other, as they are asked for. urls: where requests may go.
+
+    Raises: OSError
+    """
+    seen: set[str] = set()
+    with open(path, "rb") as file:
+        for number, text in enumerate(_bounded(file), 1):
+            if text.strip():
+                line = _parse(text, number, urls)
+                if line.custom_id in seen:
+                    problem = f"line {number}: custom_id {shown(line.custom_id)} was used before"
+                    line = Line(f"line-{number}", "", {}, problem)
+                seen.add(line.custom_id)
+                yield line
+
+
+def _bounded(file: Any) -> Iterator[bytes]:
+    """Lines, of one that is too long its beginning."""
+    while text := file.readline(MAX_BATCH_LINE + 1):
+        yield text
+        while not text.endswith(b"\n") and (text := file.readline(MAX_BATCH_LINE)):
+            pass
+
+
+def _parse(text: bytes, number: int, urls: tuple[str, ...]) -> Line:
+    name = f"line-{number}"
+    if len(text) > MAX_BATCH_LINE:
+        problem = f"line {number} has more than {MAX_BATCH_LINE} bytes: shorten it"
+        return Line(name, "", {}, problem)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Line(name, "", {}, f"line {number} is not JSON: {error}")
+    if not isinstance(value, dict):
+        return Line(name, "", {}, f"line {number}: must be an object")
+    given = value.get("custom_id", name)
+    if not isinstance(given, str) or not given:
+        return Line(name, "", {}, f"line {number}: custom_id = {shown(given)}: must be a string")
+    url, body, method = value.get("url"), value.get("body"), value.get("method", "POST")
+    if method != "POST":
+        return Line(given, "", {}, f"method = {shown(method)}: must be POST")
+    if url not in urls:
+        known = f"one of {', '.join(urls)}" if len(urls) > 1 else urls[0]
+        return Line(given, "", {}, f"url = {shown(url)}: must be {known}")
+    if not isinstance(body, dict):
+        return Line(given, "", {}, f"body = {shown(body)}: must be an object")
+    if body.get("stream"):
+        return Line(given, "", {}, "body.stream = true: replies of a batch come whole")
+    return Line(given, url, body)
