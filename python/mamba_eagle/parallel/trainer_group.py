@@ -79,3 +79,4 @@ class TrainerGroup:
     def leave(self) -> None:
         """Whatever is under way; the other members get an error."""
         c10d._abort_process_group(self.group)
+        del self.group  # closes gloo's connections
