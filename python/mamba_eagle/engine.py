@@ -235,26 +235,6 @@ class Engine:
         do not fit, nothing changes."""
         return self._post("/update_weights_from_disk", model_path=model_path, **fields)
 
-    def init_weights_update_group(self, **fields: Any) -> Reply:
-        """Returns once the trainer, which is rank 0, has made its side of the group. fields:
-        master_address, master_port, rank_offset, world_size, group_name, backend, timeout."""
-        return self._post("/init_weights_update_group", **fields)
-
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        **fields: Any,
-    ) -> Reply:
-        """Receives what the trainer broadcasts. fields: group_name, weight_version, load_format."""
-        sent = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
-        return self._post("/update_weights_from_distributed", **sent, **fields)
-
-    def destroy_weights_update_group(self, **fields: Any) -> Reply:
-        """fields: group_name."""
-        return self._post("/destroy_weights_update_group", **fields)
-
     def release_memory_occupation(self, tags: Sequence[str] = ()) -> Reply:
         """Frees weights and pools (both tags: weights, kv_cache) until all of it is resumed."""
         return self._post("/release_memory_occupation", tags=list(tags))

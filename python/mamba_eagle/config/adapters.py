@@ -17,6 +17,7 @@ class AdapterSettings(Settings):
         group="adapters",
         may_be_empty=False,
         repeats=True,
+        alias="--lora-paths",  # SGLang's
     )
     max_loras: int | None = setting(
         None,

@@ -27,6 +27,7 @@ def setting(
     group: str = "",
     may_be_empty: bool = True,
     repeats: bool = False,
+    alias: str = "",
 ) -> Any:
     """A field that becomes a flag.
 
@@ -38,6 +39,7 @@ def setting(
         may_be_empty: whether a text on the command line may be "", as an unset variable gives.
         repeats: whether the flag takes several values, and may be given several times; the value
             is a tuple then.
+        alias: another server's name of a flag that repeats.
     """
     metadata = {
         "help": help,
@@ -46,6 +48,7 @@ def setting(
         "group": group,
         "may_be_empty": may_be_empty,
         "repeats": repeats,
+        "alias": alias,
     }
     return field(default=default, metadata=metadata)
 
@@ -114,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
         elif spec.metadata["repeats"]:
             name = _metavar(spec.name, str)
             place.add_argument(
-                flag,
+                *filter(None, (flag, spec.metadata["alias"])),
                 action="extend",
                 nargs="+",
                 type=_reader(str, spec.metadata["may_be_empty"]),

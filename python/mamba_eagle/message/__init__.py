@@ -4,7 +4,7 @@
     server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
-    server    ── JoinGroup, LeaveGroup, TakeTensors, SumWeights ─▶ scheduler, and on to the runner
+    server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
     server    ◀── ProfileReply, AdapterReply, Done, RankReply ──── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
@@ -162,12 +162,10 @@ class ChangeModel(Message):
     resume: list[str] = []
 
 
-class JoinGroup(Message):
-    """Meet a trainer, which is rank 0, and other ranks in a group of torch.distributed. This and
-    the three below are done beside the steps, and each rank answers with a RankReply."""
+class JoinGroup(msgspec.Struct, tag=True, kw_only=True):
+    """Meet a trainer, which is rank 0, and other ranks in a group of torch.distributed."""
 
-    call_id: int
-    name: str
+    group: str
     host: str  # where the trainer's store listens
     port: int
     size: int  # ranks, the trainer's among them
@@ -176,11 +174,10 @@ class JoinGroup(Message):
     seconds: float  # that joining, and each tensor later, may take
 
 
-class LeaveGroup(Message):
+class LeaveGroup(msgspec.Struct, tag=True):
     """Leave a group."""
 
-    call_id: int
-    name: str
+    group: str
 
 
 class TensorInfo(msgspec.Struct, array_like=True):
@@ -191,24 +188,31 @@ class TensorInfo(msgspec.Struct, array_like=True):
     shape: list[int]
 
 
-class TakeTensors(Message):
+class TakeTensors(msgspec.Struct, tag=True, kw_only=True):
     """Receive the trainer's broadcasts and write them to a folder. Names, shapes and dtypes are
     compared with the checkpoint that is served before the first one; where they do not fit, or
     something fails later, the group is left."""
 
-    call_id: int
     group: str
     folder: str
     tensors: list[TensorInfo]
-    is_drafter: bool = False
+    is_drafter: bool
     # > 0: several travel side by side as bytes, until they are more than that
-    chunk_bytes: int = 0
+    chunk_bytes: int
 
 
-class SumWeights(Message):
+class SumWeights(msgspec.Struct, tag=True):
     """Checksums of the weights as each rank holds them."""
 
+
+RankTask = JoinGroup | LeaveGroup | TakeTensors | SumWeights
+
+
+class AskRanks(Message):
+    """Done by each rank beside its steps; each answers with a RankReply."""
+
     call_id: int
+    task: RankTask
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -354,7 +358,7 @@ class Done(Message):
 
 
 class RankReply(Message):
-    """A rank's answer to a JoinGroup, LeaveGroup, TakeTensors or SumWeights."""
+    """A rank's answer to an AskRanks."""
 
     call_id: int
     rank: int
@@ -641,8 +645,7 @@ class Heartbeat(Message):
 BEAT_SECONDS = 0.5
 
 Changes = LoadAdapter | UnloadAdapter
-ForRanks = JoinGroup | LeaveGroup | TakeTensors | SumWeights
-Control = Pause | Continue | ChangeModel | ForRanks
+Control = Pause | Continue | ChangeModel | AskRanks
 Question = FlushCache | GetState | GetCache | Profile | Changes | Control
 ToScheduler = Generate | Abort | StopAt | Question
 Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done | RankReply
@@ -656,7 +659,7 @@ ToRunner = (
     | CompileGrammar
     | ForAdapters
     | ChangeModel
-    | ForRanks
+    | AskRanks
 )
 FromRunner = (
     RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply

@@ -43,8 +43,8 @@ class TrainerGroup:
                 rank,
                 [],
                 asked.backend,
-                dist.PrefixStore(asked.name, store),
-                group_name=c10d.GroupName(asked.name),
+                dist.PrefixStore(asked.group, store),
+                group_name=c10d.GroupName(asked.group),
                 # NCCL's watchdog would end the process, so ``receive`` gives up before
                 timeout=timeout * (2 if asked.backend == "nccl" else 1),
             )
@@ -52,7 +52,7 @@ class TrainerGroup:
             c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(asked.size)}
         except dist.DistError as error:
             raise TimeoutError(
-                f"group {asked.name!r}: {asked.size} members did not meet at "
+                f"group {asked.group!r}: {asked.size} members did not meet at "
                 f"{asked.host}:{asked.port} within {asked.seconds:g} s: start the trainer's "
                 f"side at the same time, with the same address and world_size ({error})"
             ) from error
@@ -69,7 +69,7 @@ class TrainerGroup:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"group {self.asked.name!r}: the trainer sent nothing for "
+                    f"group {self.asked.group!r}: the trainer sent nothing for "
                     f"{self.asked.seconds:g} s"
                 )
             time.sleep(POLL_SECONDS)
@@ -79,3 +79,4 @@ class TrainerGroup:
     def leave(self) -> None:
         """Whatever is under way; the other members get an error."""
         c10d._abort_process_group(self.group)
+        del self.group  # closes gloo's connections

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.weights import matrix_layers
 from mamba_eagle.message import (
-    ForRanks,
+    AskRanks,
     JoinGroup,
     LeaveGroup,
     RankReply,
@@ -27,12 +28,14 @@ from mamba_eagle.message import (
 from mamba_eagle.models.loader import place_of
 from mamba_eagle.models.received import add_part, transfer_problems
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.quantization.matrix import Matrix
 
 if TYPE_CHECKING:
     from mamba_eagle.parallel.trainer_group import TrainerGroup
 
 log = logging.getLogger("mamba_eagle.runner")
-Checksums = dict[str, str]
+Checksums = dict[str, str]  # by tensor
+ForGroup = JoinGroup | LeaveGroup | TakeTensors
 
 
 class Member(NamedTuple):
@@ -51,25 +54,19 @@ class Transfers:
         self.member = member
         self.groups: dict[str, TrainerGroup] = {}
         self._under_way: dict[int, Future[Checksums]] = {}  # by call
-        self._busy: dict[str, Future[Checksums]] = {}  # by group
+        self._busy: set[str] = set()  # groups
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
-    def begin(self, asked: ForRanks, config: EngineConfig, modules: dict[str, nn.Module]) -> None:
+    def begin(self, asked: AskRanks, config: EngineConfig, modules: dict[str, nn.Module]) -> None:
         """config: with the folders that are served. modules: those with weights."""
-        made: Future[Checksums] = Future()
-        self._under_way[asked.call_id] = made
-        work: Callable[[], Checksums | None]
-        if isinstance(asked, SumWeights):
-            work = Checked(modules)
+        made = self._under_way[asked.call_id] = Future[Checksums]()
+        task = asked.task
+        if isinstance(task, SumWeights):
+            work = partial(checksums, held_weights(modules))
         else:
-            group = asked.group if isinstance(asked, TakeTensors) else asked.name
-            if not self._busy.get(group, made).done() and group in self._busy:
-                made.set_exception(ValueError(f"group {group!r}: is busy; wait for its answer"))
-                return
-            self._busy[group] = made
-            work = self._work(asked, config)
+            work = partial(self._alone, task, config)
         threading.Thread(target=_finish, args=(made, work), name="transfer", daemon=True).start()
 
     def take_done(self) -> list[RankReply]:
@@ -89,35 +86,40 @@ class Transfers:
         while self.groups:
             self.groups.popitem()[1].leave()
 
-    def _work(
-        self, asked: JoinGroup | LeaveGroup | TakeTensors, config: EngineConfig
-    ) -> Callable[[], None]:
-        if isinstance(asked, JoinGroup):
-            return lambda: self._join(asked)
-        if isinstance(asked, LeaveGroup):
-            return lambda: self._group(asked.name, leaves=True).leave()
-        return lambda: self._take(asked, config)
+    def _alone(self, task: ForGroup, config: EngineConfig) -> Checksums:
+        if task.group in self._busy:
+            raise ValueError(f"group {task.group!r} is busy: wait for the answer to that call")
+        self._busy.add(task.group)
+        try:
+            if isinstance(task, JoinGroup):
+                self._join(task)
+            elif isinstance(task, LeaveGroup):
+                self._group(task.group).leave()
+                del self.groups[task.group]
+            else:
+                self._take(task, self._group(task.group), config)
+        finally:
+            self._busy.remove(task.group)
+        return {}
 
     def _join(self, asked: JoinGroup) -> None:
         # takes a while to import, and few servers have a trainer
         from mamba_eagle.parallel.trainer_group import TrainerGroup
 
-        if asked.name in self.groups:
-            raise ValueError(f"group {asked.name!r}: was joined already; destroy it first")
-        self.groups[asked.name] = TrainerGroup(asked, self.member.number, self.member.device)
+        if asked.group in self.groups:
+            raise ValueError(f"group {asked.group!r} was joined already: destroy it first")
+        self.groups[asked.group] = TrainerGroup(asked, self.member.number, self.member.device)
 
-    def _group(self, name: str, leaves: bool = False) -> TrainerGroup:
-        found = self.groups.pop(name, None) if leaves else self.groups.get(name)
-        if found is None:
-            raise ValueError(f"group {name!r}: was not joined, or has failed: init it first")
-        return found
+    def _group(self, name: str) -> TrainerGroup:
+        if name not in self.groups:
+            raise ValueError(f"group {name!r} was not joined, or has failed: init it first")
+        return self.groups[name]
 
-    def _take(self, asked: TakeTensors, config: EngineConfig) -> None:
-        group = self._group(asked.group)
+    def _take(self, asked: TakeTensors, group: TrainerGroup, config: EngineConfig) -> None:
+        kept: dict[str, Tensor] = {}
         try:
             if wrong := take_problems(asked, config):
                 raise ValueError("\n  ".join(["what is sent does not fit:", *wrong]))
-            kept: dict[str, Tensor] = {}
             for chunk in chunks(asked.tensors, asked.chunk_bytes):
                 found = receive(group, chunk, self.member.device)
                 if self.member.writes:
@@ -126,13 +128,13 @@ class Transfers:
                 add_part(asked.folder, kept)
         except Exception:
             # the trainer is in the middle of broadcasts, which no one receives now
-            self.groups.pop(asked.group, group).leave()
+            self.groups.pop(asked.group).leave()
             raise
 
 
-def _finish(made: Future[Checksums], work: Callable[[], Checksums | None]) -> None:
+def _finish(made: Future[Checksums], work: Callable[[], Checksums]) -> None:
     try:
-        made.set_result(work() or {})
+        made.set_result(work())
     except Exception as error:
         made.set_exception(error)
 
@@ -186,31 +188,29 @@ def receive(
     return found
 
 
-class Checked:
-    """Checksums of the weights as they are held: split, and in few bits where they are."""
-
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.tensors = [
-            (f"{kind}{name}", tensor)
-            for kind, module in modules.items()
-            for name, tensor in held_tensors(module)
-        ]
-
-    def __call__(self) -> Checksums:
-        return {name: checksum(tensor) for name, tensor in self.tensors}
-
-
-def held_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in module.named_parameters():
-        if weight.device.type != "meta":
-            yield name, weight.detach()
-    for layer, found in matrix_layers(module):
-        for name, matrix in found.matrices.items():
-            for part, tensor in matrix.tensors().items():
-                yield f"{layer}.{name}.{part}", tensor
+def held_weights(modules: dict[str, nn.Module]) -> dict[str, Tensor | Matrix]:
+    """As they are held: split, packed, and in few bits where they are."""
+    found: dict[str, Tensor | Matrix] = {}
+    for kind, module in modules.items():
+        for name, weight in module.named_parameters():
+            if weight.device.type != "meta":
+                found[f"{kind}{name}"] = weight.detach()
+        for layer, owner in matrix_layers(module):
+            for name, matrix in owner.matrices.items():
+                found[f"{kind}{layer}.{name}"] = matrix
+    return found
 
 
-def checksum(tensor: Tensor) -> str:
+def checksums(weights: dict[str, Tensor | Matrix]) -> Checksums:
+    return {name: checksum(weight) for name, weight in weights.items()}
+
+
+def checksum(weight: Tensor | Matrix) -> str:
     """SHA-256 of the bytes, in hexadecimal digits."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(data.numpy().data).hexdigest()
+    found = hashlib.sha256()
+    parts = {"": weight} if isinstance(weight, Tensor) else weight.tensors()
+    # a packed matrix has no tensors of its own
+    for tensor in parts.values() or [weight.dequantize()]:
+        data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
+        found.update(data.numpy().data)
+    return found.hexdigest()

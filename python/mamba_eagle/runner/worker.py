@@ -11,11 +11,11 @@ import zmq
 from torch import nn
 
 from mamba_eagle.message import (
+    AskRanks,
     ChangeModel,
     CompileGrammar,
     Done,
     DropAdapter,
-    ForRanks,
     FromRunner,
     Plan,
     Profile,
@@ -85,7 +85,7 @@ class Worker:
                 self.reading.begin(message)
             elif isinstance(message, DropAdapter):
                 self.runner.adapters.drop(message.number)
-            elif isinstance(message, ForRanks):
+            elif isinstance(message, AskRanks):
                 self.transfers.begin(message, self.renewal.config, self._modules())
             elif message is not None:
                 self._launch(message)

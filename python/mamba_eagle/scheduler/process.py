@@ -19,6 +19,7 @@ from mamba_eagle.message import (
     Abort,
     AdapterRead,
     AdapterReply,
+    AskRanks,
     CacheReply,
     ChangeModel,
     Continue,
@@ -32,8 +33,6 @@ from mamba_eagle.message import (
     GetState,
     GrammarCompiled,
     Heartbeat,
-    JoinGroup,
-    LeaveGroup,
     LoadAdapter,
     Outputs,
     Pause,
@@ -47,8 +46,6 @@ from mamba_eagle.message import (
     StateReply,
     StepResult,
     StopAt,
-    SumWeights,
-    TakeTensors,
     ToRunner,
     ToScheduler,
     ToServer,
@@ -187,7 +184,7 @@ class SchedulerProcess:
                             ),
                         )
                     )
-                case Profile() | JoinGroup() | LeaveGroup() | TakeTensors() | SumWeights():
+                case Profile() | AskRanks():
                     self.plans.send(message)
                 case LoadAdapter():
                     self.answer(self.scheduler.adapters.load(message))

@@ -38,7 +38,7 @@ from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
 from mamba_eagle.server.apis.responses.kept import ResponseStore
-from mamba_eagle.server.apis.rollouts import group, memory, pauses, weights
+from mamba_eagle.server.apis.rollouts import checks, group, memory, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
@@ -108,7 +108,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.batches = BatchStore(app, state.lifetime, state.folder)
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, adapters, pauses, group, weights, memory),
+        *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
         *(rollouts, batches, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))

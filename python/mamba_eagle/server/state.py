@@ -51,6 +51,7 @@ class ServerState:
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
     paused: bool = False  # requests that come wait
     incoming: Incoming = field(default_factory=Incoming)  # weights from a group
+    snapshot: list[dict[str, str]] | None = None  # the weights' checksums, by rank
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from mamba_eagle.message import (
     AdapterReply,
     Answer,
+    AskRanks,
     CacheReply,
     ChangeModel,
     Changes,
@@ -20,8 +21,6 @@ from mamba_eagle.message import (
     FlushReply,
     GetCache,
     GetState,
-    JoinGroup,
-    LeaveGroup,
     LoadAdapter,
     Pause,
     PauseMode,
@@ -29,9 +28,8 @@ from mamba_eagle.message import (
     ProfileReply,
     Question,
     RankReply,
+    RankTask,
     StateReply,
-    SumWeights,
-    TakeTensors,
     ToScheduler,
     UnloadAdapter,
     Weights,
@@ -39,8 +37,6 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import Sender
 from mamba_eagle.tokenizer.errors import EngineDead
 from mamba_eagle.tokenizer.observer import Observer
-
-RANKS_SECONDS = 60.0  # for ranks to answer, beside what they wait for
 
 
 class Questions:
@@ -142,23 +138,10 @@ class Questions:
         item = ChangeModel(call_id=next(self._numbers), weights=weights, **tags)
         return await self._done(item, timeout)
 
-    async def join_group(self, **fields: Any) -> Done:
-        """fields: those of JoinGroup."""
-        item = JoinGroup(call_id=next(self._numbers), **fields)
-        return _together(await self._ask(item, item.seconds + RANKS_SECONDS))
-
-    async def leave_group(self, name: str) -> Done:
-        item = LeaveGroup(call_id=next(self._numbers), name=name)
-        return _together(await self._ask(item, RANKS_SECONDS))
-
-    async def take_tensors(self, timeout: float = 3600.0, **fields: Any) -> Done:
-        """fields: those of TakeTensors."""
-        item = TakeTensors(call_id=next(self._numbers), **fields)
-        return _together(await self._ask(item, timeout))
-
-    async def checksums(self, timeout: float = 600.0) -> list[RankReply]:
-        """Of the weights, by rank."""
-        replies: list[RankReply] = await self._ask(SumWeights(call_id=next(self._numbers)), timeout)
+    async def ranks(self, task: RankTask, timeout: float = 3600.0) -> list[RankReply]:
+        """What each rank answers, in their order."""
+        item = AskRanks(call_id=next(self._numbers), task=task)
+        replies: list[RankReply] = await self._ask(item, timeout)
         return replies
 
     async def _done(self, item: Question, timeout: float) -> Done:
@@ -177,9 +160,3 @@ class Questions:
         finally:
             del self._waiting[item.call_id]
             self._replies.pop(item.call_id, None)
-
-
-def _together(replies: Sequence[RankReply]) -> Done:
-    """The first problem that a rank has had."""
-    problems = [reply.problem for reply in replies if reply.problem]
-    return Done(call_id=replies[0].call_id, problem=problems[0] if problems else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_rig import write_adapter
+from adapter_rig import merge, write_adapter
 from rollout_rig import PROMPTS, SAMPLED, Change, checkpoint, post, texts
 from running_server import need_weights
 
@@ -175,6 +176,28 @@ def test_adapters_outlive_an_update(tmp_path: Path) -> None:
         engine.resume_memory_occupation()
         waiting.join()
         assert adapted() == before
+
+
+def test_grammars_hold_for_adapters(tmp_path: Path) -> None:
+    """With drafts, beside others: a text is the one of the merged model under the same grammar."""
+    folder = write_adapter(tmp_path / "adapter", EMBEDDED_MODEL, 1, 4)
+    merged = merge(tmp_path / "merged", EMBEDDED_MODEL, folder)
+    wanted: list[dict[str, Any]] = [{"regex": r"[0-9]{6}(, [0-9]{1,3}){4}"}, {}]
+    params = [{**SAMPLED, "ignore_eos": False, "max_new_tokens": 40, **one} for one in wanted]
+    both: dict[str, Any] = {"device": "cpu", "in_process": True, "max_running_requests": 4}
+    both["speculative_draft_model_path"] = str(EMBEDDED_DRAFTERS["EAGLE"])
+    prompts = PROMPTS[:1] * 2
+    found = {}
+    for path in (EMBEDDED_MODEL, merged):
+        with Engine(str(path), lora_modules=(f"a={folder}",), **both) as engine:
+            for name in (None, "a"):
+                replies = engine.generate(prompts, params, lora_path=[name, name])
+                found[path, name] = [reply["text"] for reply in replies]
+    assert found[EMBEDDED_MODEL, "a"] == found[merged, None] != found[EMBEDDED_MODEL, None]
+    pattern = re.compile(wanted[0]["regex"])
+    assert all(
+        pattern.fullmatch(texts[0]) and not pattern.match(texts[1]) for texts in found.values()
+    )
 
 
 def test_an_engine_is_paused_by_its_methods(engine: Engine) -> None:

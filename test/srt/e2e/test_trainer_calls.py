@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rollout_rig import checkpoint
 from running_server import StartServer
 
 from mamba_eagle.embedded import EMBEDDED_MODEL
@@ -135,3 +138,47 @@ def test_what_is_wrong_is_named(trainer: httpx.Client, tmp_path: Path) -> None:
         answer = trainer.post(path, json=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"], path
     assert send(trainer, "/generate", {"input_ids": IDS})["output_ids"]
+
+
+def test_checks_tell_whether_an_update_has_come(trainer: httpx.Client, tmp_path: Path) -> None:
+    """SGLang's, which keeps a snapshot, and vLLM's, whose caller keeps the checksums."""
+    other = checkpoint(tmp_path / "other")
+    refused = trainer.post("/weights_checker", json={"action": "compare"})
+    assert refused.status_code == 400 and "snapshot" in refused.text
+    send(trainer, "/weights_checker", {"action": "snapshot"})
+    before = send(trainer, "/weight_checker", {"action": "checksum"})["checksums"]
+    compare = {"action": "compare", "baseline": before}
+    assert send(trainer, "/weight_checker", compare) == {"match": True, "mismatches": []}
+    send(trainer, "/weights_checker", {"action": "compare"})
+    send(trainer, "/update_weights_from_disk", {"model_path": str(other)})
+    differ = send(trainer, "/weight_checker", compare)["mismatches"]
+    changed = [name for name in differ if "up_proj" in name]
+    assert changed and not [name for name in differ if "norm" in name and "drafter" not in name]
+    answer = trainer.post("/weights_checker", json={"action": "compare"})
+    assert answer.status_code == 400 and changed[0] in answer.text
+    send(trainer, "/update_weights_from_disk", {"model_path": str(EMBEDDED_MODEL)})
+    assert send(trainer, "/weight_checker", compare)["match"]
+    assert trainer.post("/weight_checker", json={"action": "reset"}).status_code == 400
+    assert send(trainer, "/weight_info", method="GET").keys() == {"weight_version"}
+
+
+def test_requests_are_aborted_by_name_and_all_at_once(trainer: httpx.Client) -> None:
+    send(trainer, "/pause_generation", {"mode": "in_place"})
+    long = {"max_new_tokens": 5000, "ignore_eos": True}
+    found: dict[str, Any] = {}
+
+    def generate(name: str) -> None:
+        body = {"input_ids": IDS, "rid": name, "sampling_params": long}
+        found[name] = send(trainer, "/generate", body)["meta_info"]["finish_reason"]["type"]
+
+    threads = [threading.Thread(target=generate, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    while send(trainer, "/v1/loads?include=core", method="GET")["loads"][0]["num_reqs"] < 3:
+        time.sleep(0.05)
+    assert send(trainer, "/abort_requests", {"request_ids": ["a", "none"]})["aborted"] == 1
+    assert send(trainer, "/abort_requests", {})["aborted"] == 2
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys("abc", "abort")
+    send(trainer, "/continue_generation", {})

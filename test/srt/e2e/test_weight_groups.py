@@ -23,6 +23,11 @@ from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 HOST = "127.0.0.1"
 
 
+def call(engine: Engine, path: str, **body: Any) -> Any:
+    """Raises: EngineError"""
+    return engine._post(path, **body)
+
+
 class Trainer:
     """One that has met an engine's ranks in a group."""
 
@@ -32,10 +37,12 @@ class Trainer:
         port = free_ports(1)
         self.meeting = {"master_address": HOST, "master_port": port, "world_size": ranks + 1}
         command = [sys.executable, trainer.__file__, HOST, str(port), str(ranks + 1), str(path)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        )
 
     def join(self, **fields: Any) -> None:
-        self.engine.init_weights_update_group(**self.meeting, rank_offset=1, **fields)
+        call(self.engine, "/init_weights_update_group", **self.meeting, rank_offset=1, **fields)
 
     def send(self, names: Sequence[str], flat: bool = False) -> dict[str, Any]:
         """Broadcasts these; what the engine is to be told of them."""
@@ -91,18 +98,23 @@ def test_weights_of_a_group_give_what_those_of_a_folder_give(engine: Engine, oth
         engine.update_weights_from_disk(str(EMBEDDED_MODEL), weight_version="1")
         engine.pause_generation("in_place")
         for part in (names[::2], names[1::2]):
-            engine.update_weights_from_distributed(**trains.send(part, flat), weight_version="2")
+            call(
+                engine,
+                "/update_weights_from_distributed",
+                **trains.send(part, flat),
+                weight_version="2",
+            )
         assert version(engine) == "1"  # so far
         engine.continue_generation()
         assert version(engine) == "2"
         assert texts(engine) == wanted != before
     # a part alone: the others stay as they are
-    engine.update_weights_from_distributed(**trains.send(names[:3]), weight_version="3")
+    call(engine, "/update_weights_from_distributed", **trains.send(names[:3]), weight_version="3")
     assert texts(engine) == wanted
     engine.release_memory_occupation()
     engine.resume_memory_occupation()  # from what was received
     assert texts(engine) == wanted and len(received()) == 1
-    engine.destroy_weights_update_group()
+    call(engine, "/destroy_weights_update_group")
     engine.update_weights_from_disk(str(EMBEDDED_MODEL))
     assert texts(engine) == before and not received()
     trains.end()
@@ -114,7 +126,7 @@ def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
         before = texts(engine)
         trains = Trainer(engine, other, ranks=2)
         trains.join()
-        engine.update_weights_from_distributed(**trains.send(sorted(trains.weights)))
+        call(engine, "/update_weights_from_distributed", **trains.send(sorted(trains.weights)))
         new = texts(engine)
         engine.update_weights_from_disk(str(other))
         assert texts(engine) == new != before
@@ -158,18 +170,18 @@ def test_a_wrong_tensor_ends_its_update_and_group_and_changes_nothing(
         trains.join()
         names = sorted(trains.weights)
         engine.pause_generation("retract")
-        engine.update_weights_from_distributed(**trains.send(names[:2]))
+        call(engine, "/update_weights_from_distributed", **trains.send(names[:2]))
         wrong = trains.send(names[2:4])
         wrong[field][1] = value
         with pytest.raises(EngineError, match=says):
-            engine.update_weights_from_distributed(**wrong)
+            call(engine, "/update_weights_from_distributed", **wrong)
         with pytest.raises(EngineError, match="another part of this update"):
-            engine.update_weights_from_distributed(**trains.send(names[4:5]))
+            call(engine, "/update_weights_from_distributed", **trains.send(names[4:5]))
         engine.continue_generation()
         assert version(engine) == "default" and not received()
         with pytest.raises(EngineError, match="was not joined, or has failed"):
-            engine.update_weights_from_distributed(**trains.send(names[:2]))
-        trains.process.kill()
+            call(engine, "/update_weights_from_distributed", **trains.send(names[:2]))
+        assert trains.process.wait(60) != 0, "its broadcast fails instead of waiting"
     assert texts(engine) == before
 
 
@@ -182,7 +194,7 @@ def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
 
     def join() -> None:
         try:
-            engine.init_weights_update_group(**alone, timeout=3)
+            call(engine, "/init_weights_update_group", **alone, timeout=3)
         except EngineError as error:
             failures.append(str(error))
 
@@ -200,5 +212,5 @@ def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
     sent["dtypes"].append("float32")
     sent["shapes"].append(list(trains.weights[sent["names"][1]].shape))
     with pytest.raises(EngineError):
-        engine.update_weights_from_distributed(**sent)
+        call(engine, "/update_weights_from_distributed", **sent)
     assert texts(engine) == before

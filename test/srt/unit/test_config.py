@@ -41,6 +41,10 @@ def test_flags_become_settings_of_their_type() -> None:
     )
 
 
+def test_another_servers_name_of_a_flag_is_the_same_flag() -> None:
+    assert parsed("--lora-paths", "a=b").lora_modules == ("a=b",)
+
+
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_and_zero_leave_the_choice_to_the_runner(name: str) -> None:
     flag = "--" + name.replace("_", "-")

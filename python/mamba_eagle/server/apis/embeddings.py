@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_EMBEDDINGS
-from mamba_eagle.server.apis.sse import json_parts, sample_error, wait_until_done
+from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.model import Flag, needs, read, says
@@ -67,11 +67,8 @@ async def embeddings(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_embeddings)
     live = state.submit(job.rid, job.prompts)
-    if not await wait_until_done(request, state.manager, live):
+    if not await wait_for_success(request, state.manager, live):
         return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
-            raise error
     return json_response(await _reply(job, live.samples))
 
 

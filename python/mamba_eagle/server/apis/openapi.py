@@ -22,6 +22,7 @@ from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
 from mamba_eagle.server.apis.profile import ProfileBody
 from mamba_eagle.server.apis.responses.body import ResponseBody
+from mamba_eagle.server.apis.rollouts.checks import CheckBody
 from mamba_eagle.server.apis.rollouts.group import (
     FinishBody,
     GroupBody,
@@ -30,7 +31,7 @@ from mamba_eagle.server.apis.rollouts.group import (
     TensorsBody,
 )
 from mamba_eagle.server.apis.rollouts.memory import TagsBody
-from mamba_eagle.server.apis.rollouts.pauses import PauseBody
+from mamba_eagle.server.apis.rollouts.pauses import AbortsBody, PauseBody
 from mamba_eagle.server.apis.rollouts.tokens import TokensBody
 from mamba_eagle.server.apis.rollouts.weights import DirectoryBody, DiskBody
 from mamba_eagle.server.apis.score import ScoreBody
@@ -63,6 +64,9 @@ BODIES: Mapping[str, type[Body]] = {
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": DiskBody,
     "/update_weights": DirectoryBody,
+    "/abort_requests": AbortsBody,
+    "/weights_checker": CheckBody,
+    "/weight_checker": CheckBody,
     "/init_weights_update_group": GroupBody,
     "/destroy_weights_update_group": LeaveBody,
     "/update_weights_from_distributed": TensorsBody,

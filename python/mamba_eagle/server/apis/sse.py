@@ -87,6 +87,19 @@ async def wait_until_done(
         manager.release(live)
 
 
+async def wait_for_success(
+    request: Request,
+    manager: TokenizerManager,
+    live: LiveRequest,
+    take: Callable[[Sample], None] | None = None,
+) -> bool:
+    """``wait_until_done``. Raises: RequestError, that of the first sample that has one."""
+    ended = await wait_until_done(request, manager, live, take)
+    for error in filter(None, map(sample_error, live.samples if ended else ())):
+        raise error
+    return ended
+
+
 async def _take_all(live: LiveRequest, take: Callable[[Sample], None]) -> bool:
     async for sample in updates(live, lambda sample: BATCHED_TOKENS):
         take(sample)

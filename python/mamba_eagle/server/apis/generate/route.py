@@ -15,7 +15,7 @@ from mamba_eagle.server.apis.sse import (
     json_parts,
     sample_error,
     updates,
-    wait_until_done,
+    wait_for_success,
 )
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
@@ -41,11 +41,8 @@ async def generate(request: Request) -> Response:
         replies[sample.index].take_logprobs()
 
     wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
-    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
+    if not await wait_for_success(request, state.manager, live, take if wants_logprobs else None):
         return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
-            raise error
     parts = await json_parts([reply.as_dict for reply in replies])
     return json_response(parts if job.as_list else parts[0])
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_RID_LENGTH
-from mamba_eagle.message import TensorInfo
+from mamba_eagle.message import JoinGroup, LeaveGroup, TakeTensors, TensorInfo
 from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says
@@ -21,6 +21,7 @@ from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.state import ServerState
 
 JOIN_SECONDS, MAX_JOIN_SECONDS = 300.0, 86_400.0
+ANSWER_SECONDS = 60.0  # later
 MAX_TENSORS, MAX_RANKS, MAX_CHUNK = 1_000_000, 65_536, 2**40
 DEFAULT_CHUNK = 2**30  # vLLM's
 GROUP = "weight_update_group"
@@ -131,7 +132,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
     """Leaves a group."""
     state = trusted(request)
     name = (await state.read_control(request, LeaveBody)).group_name
-    await answered(state.manager.ask.leave_group(name))
+    await answered(state.manager.ask.ranks(LeaveGroup(name)))
     return json_response({"success": True, "message": f"group {name} was left"})
 
 
@@ -156,9 +157,8 @@ async def start_weight_update(request: Request) -> Response:
     """vLLM's: what /update_weights brings from a group until /finish_weight_update is one update,
     of the model or of its drafter."""
     incoming = trusted(request).incoming
-    if incoming.problem:
-        incoming.problem = ""
-    incoming.begun, incoming.is_drafter = True, request.url.path == "/start_draft_weight_update"
+    incoming.begun, incoming.problem = True, ""
+    incoming.is_drafter = request.url.path == "/start_draft_weight_update"
     return json_response({"message": "Weight update started"})
 
 
@@ -199,14 +199,16 @@ async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk:
             f"another part of this update was refused ({incoming.problem}): end the pause, or "
             "start the update again"
         )
-    fields: dict[str, Any] = {"group": group, "tensors": tensors, "chunk_bytes": chunk}
+    task = TakeTensors(
+        group=group,
+        folder=incoming.folder(),
+        tensors=tensors,
+        is_drafter=incoming.is_drafter,
+        chunk_bytes=chunk,
+    )
     waits = incoming.begun or state.paused
     try:
-        await answered(
-            state.manager.ask.take_tensors(
-                **fields, folder=incoming.folder(), is_drafter=incoming.is_drafter
-            )
-        )
+        await answered(state.manager.ask.ranks(task))
     except RequestError as error:
         incoming.fail(str(error) if waits else "")
         raise
@@ -230,14 +232,13 @@ async def finish(state: ServerState) -> None:
 
 async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -> None:
     on_gpu = str(state.manager.engine.details.get("device", "")).startswith("cuda")
-    await answered(
-        state.manager.ask.join_group(
-            name=name,
-            host=meeting.master_address,
-            port=meeting.master_port,
-            size=meeting.world_size,
-            first_rank=meeting.rank_offset,
-            backend=backend or ("nccl" if on_gpu else "gloo"),
-            seconds=meeting.timeout,
-        )
+    task = JoinGroup(
+        group=name,
+        host=meeting.master_address,
+        port=meeting.master_port,
+        size=meeting.world_size,
+        first_rank=meeting.rank_offset,
+        backend=backend or ("nccl" if on_gpu else "gloo"),
+        seconds=meeting.timeout,
     )
+    await answered(state.manager.ask.ranks(task, meeting.timeout + ANSWER_SECONDS))

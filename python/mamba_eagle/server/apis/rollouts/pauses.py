@@ -11,10 +11,11 @@ from mamba_eagle.message import PauseMode
 from mamba_eagle.server.apis.rollouts.group import finish
 from mamba_eagle.server.apis.rollouts.operator import answered, operated
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.model import Body, read, says
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 
+MAX_NAMES = 1_000_000
 PAUSE_SECONDS = 1800.0  # that requests may take to end
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "retract", "in_place": "keep", "retract": "retract"}
 VLLM_MODES: dict[str, PauseMode] = {"abort": "retract", "keep": "keep", "wait": "wait"}
@@ -75,6 +76,24 @@ async def resume(request: Request) -> Response:
 async def is_paused(request: Request) -> Response:
     """Whether requests that come wait."""
     return json_response({"is_paused": server_state(request).paused})
+
+
+class AbortsBody(Body):
+    """vLLM's."""
+
+    request_ids: Annotated[list[str], kinds.texts("request_ids", MAX_NAMES)] = says(
+        "names of requests; left out: all", []
+    )
+
+
+@router.post("/abort_requests")
+async def abort_requests(request: Request) -> Response:
+    """They end with finish reason abort and the tokens so far; nothing is paused."""
+    state = operated(request)
+    body = await state.bodies.read(request, lambda values: read(AbortsBody, values))
+    names: list[str | None] = [*body.request_ids] or [None]
+    count = sum([await state.manager.abort(name) for name in names])
+    return json_response({"status": "aborted", "aborted": count})
 
 
 @router.post("/reset_prefix_cache")

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
 from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
-from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says
 from mamba_eagle.server.bodies.served import Name, Served
@@ -65,11 +65,8 @@ async def generate(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_tokens)
     live = state.submit(job.rid, job.prompts)
-    if not await wait_until_done(request, state.manager, live):
+    if not await wait_for_success(request, state.manager, live):
         return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
-            raise error
     last = live.samples[-1].last
     prompt, output = last.prompt_tokens, sum(len(sample.output_ids) for sample in live.samples)
     usage = {
