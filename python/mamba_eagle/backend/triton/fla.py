@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
+import triton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 from mamba_eagle.backend.triton.delta_prefill import Bounds, DeltaScan
 from mamba_eagle.kernels.rms_norm.triton import rms_norm
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
 from mamba_eagle.layers.recurrent import Inputs, Scanned
+
+
+def settle() -> None:
+    """Leave each kernel of the package one of the forms that it would try at its first launch: to
+    build and to time all of them takes minutes of a first start, and the fastest one differs from
+    start to start."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("fla.ops"):
+            continue
+        for kernel in list(vars(module).values()):
+            while not isinstance(kernel, Autotuner) and hasattr(kernel, "fn"):
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner):
+                kernel.configs = [min(kernel.configs, key=_distance)]
+
+
+def _distance(config: triton.Config) -> tuple[int, ...]:
+    """From tiles of 64, or of 32 values of a state, with 4 warps and 3 stages."""
+    blocks = {"BK": 64, "BV": 64} if "BK" in config.kwargs else {"BV": 32}
+    sizes = [abs(config.kwargs.get(name, size) - size) for name, size in blocks.items()]
+    return sum(sizes), abs(config.num_warps - 4), abs((config.num_stages or 3) - 3)
 
 
 class FlaScan(DeltaScan):
@@ -21,6 +46,7 @@ class FlaScan(DeltaScan):
     """
 
     def __init__(self) -> None:
+        settle()
         self._even: dict[int, Tensor] = {}  # by size: a norm's weight for rows of length 1
 
     def scan(self, layer: DeltaRule, inputs: Inputs, bounds: Bounds, state: Tensor) -> Scanned:
