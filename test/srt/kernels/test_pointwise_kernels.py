@@ -205,14 +205,15 @@ def test_silu_and_mul(form: str, dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("form", [TRITON])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_by_sigmoid(form: str, dtype: torch.dtype) -> None:
-    """A gate for each number, of heads that lie apart, or one for a row."""
+    """A gate for each number, of heads that lie apart, as what is gated may; or one for a row."""
     from mamba_eagle.kernels.sigmoid_gate import naive
     from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 
     packed = 6 * normal(3, 4, 24, dtype=dtype)
     y, one = normal(3, 2, 24, dtype=dtype, seed=1), normal(3, 1, dtype=dtype, seed=2)
     device = device_of(form)
-    for value, gate in ((y, packed[:, 1::2]), (y.flatten(1), one)):
+    apart = y.transpose(0, 1).contiguous().transpose(0, 1)
+    for value, gate in ((y, packed[:, 1::2]), (apart, packed[:, 1::2]), (y.flatten(1), one)):
         on_device = packed.to(device)[:, 1::2] if gate.dim() == 3 else gate.to(device)
         found = gate_by_sigmoid(value.to(device), on_device)
         assert found.dtype == dtype and found.shape == value.shape

@@ -39,7 +39,9 @@ def _gate_kernel(
 
 def gate_by_sigmoid(y: Tensor, gate: Tensor) -> Tensor:
     """``y · sigmoid(gate)``: y [n, heads, D] and gate [n, heads, D], a view of wider rows, or
-    y [n, D] and gate [n, 1] -> y's shape and dtype. y is contiguous, as are gate's last numbers."""
+    y [n, D] and gate [n, 1] -> y's shape and dtype, contiguous. gate's last numbers are side by
+    side."""
+    y = y.contiguous()  # attention in torch leaves heads apart
     heads, size = (1 if y.dim() == 2 else y.shape[1]), y.shape[-1]
     block = min(BLOCK, triton.next_power_of_2(size))
     out, overlap = torch.empty_like(y), launches_overlap(y.device)
