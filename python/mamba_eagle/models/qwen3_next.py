@@ -21,13 +21,13 @@ from mamba_eagle.layers.moe import GatedSharedMoE
 from mamba_eagle.layers.norm import keep_exact
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, MoEConfig, Span
 from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.experts import gated_expert_place
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
 BLOCK_OF_NAME = {"linear_attention": "recurrent", "full_attention": "attention"}
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 CENTRED = re.compile(r".*(?<!linear_attn\.)norm\w*\.weight")  # norms stored as weight - 1
 
 
@@ -138,12 +138,9 @@ def qwen_place(name: str) -> Target | None:
     """Experts are published one by one, or stacked under another name; norms without their 1."""
     if name.endswith(".experts.gate_up_proj"):
         return Target(name.replace("gate_up_proj", "up_proj"))
-    if found := EXPERT.fullmatch(name):
-        stem, index, which = found[1], int(found[2]), found[3]
-        if which == "down":
-            return Target(f"{stem}.down_proj", index)
-        return Target(f"{stem}.up_proj", index, half=int(which == "up"))
-    return Target(name, shift=1.0) if CENTRED.fullmatch(name) else None
+    if CENTRED.fullmatch(name):
+        return Target(name, shift=1.0)
+    return gated_expert_place(name)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
