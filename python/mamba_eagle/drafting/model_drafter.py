@@ -207,14 +207,8 @@ class ModelDrafter(QueueingDrafter):
         head = self.network.parts()
         if head is None or self.recurrent or self.vocabulary.is_split:
             return None
-        pools = DraftPools(
-            self.table,
-            self.entries,
-            self.kv,
-            self.max_lanes,
-            largest,
-            self.growth.min_probability,
-        )
+        least = self.growth.min_probability
+        pools = DraftPools(self.table, self.entries, self.kv, self.max_lanes, largest, least)
         return self.backend.greedy_drafting(head, pools, self.scheme)
 
     def draft_whole_trees(self) -> None:

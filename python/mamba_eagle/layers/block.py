@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,10 +17,35 @@ from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 
-class Block(Layer):
+class BeforeSum(NamedTuple):
+    """What a layer makes of the residual stream, to which ``added`` is yet to be added. Both
+    [n, hidden_size]; of a rank ``added`` is a part."""
+
+    hidden: Tensor
+    added: Tensor
+
+
+class LateLayer(Layer):
+    """One that can leave its last sum to what comes next."""
+
+    total: Total
+
+    @property
+    @abstractmethod
+    def first_norm(self) -> RMSNorm: ...
+
+    @abstractmethod
+    def before_sum(
+        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
+    ) -> BeforeSum:
+        """normed: the first norm of ``hidden``, which may be overwritten."""
+
+
+class Block(LateLayer):
     """``hidden + mixer(norm(hidden))``; ``kind`` is recurrent, attention, mlp or moe."""
 
     def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
@@ -50,6 +76,69 @@ class Block(Layer):
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.total(self.mixer(self.norm(hidden), ctx))
 
+    @property
+    def first_norm(self) -> RMSNorm:
+        return self.norm
+
+    def before_sum(
+        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
+    ) -> BeforeSum:
+        return BeforeSum(hidden, self.mixer(normed, ctx))
+
+
+class PreNormLayer(LateLayer):
+    """A mixer and then an MLP, each of a norm of the residual stream, under Llama's names."""
+
+    def __init__(self, size: int, eps: float, name: str, mixer: nn.Module, mlp: nn.Module) -> None:
+        """name: of the mixer."""
+        super().__init__()
+        self.input_layernorm = RMSNorm(size, eps)
+        self.mixer_name = name
+        setattr(self, name, mixer)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp: Any = mlp
+        self.total = Total()
+
+    @property
+    def first_norm(self) -> RMSNorm:
+        return self.input_layernorm
+
+    def before_sum(
+        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
+    ) -> BeforeSum:
+        made = self.__dict__[self.mixer_name](normed, ctx)
+        normed, hidden = self.post_attention_layernorm.after(hidden, made)
+        return BeforeSum(hidden, self.mlp(normed))
+
+
+class MixerLayer(Layer):
+    """The first half of a decoder layer with either Mamba2 or attention, followed by an MLP.
+    ``layer`` is the index among all layers, from which the config gives the kind of mixer."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        kind = config.blocks[layer]
+        index = config.places_before(layer, kind)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.is_mamba = kind == "recurrent"
+        if self.is_mamba:
+            assert isinstance(config.recurrence, Mamba2Config)
+            self.mamba = Mamba2Mixer(config.recurrence, size, eps, index)
+        else:
+            assert config.attention is not None
+            self.self_attn = make_attention(config.attention, size, index, eps)
+        self.total = Total()
+
+    def connect(self) -> None:
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        self.input_layernorm.rounding = mixer.input_rounding
+
+    def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """hidden [n, hidden_size] -> the mixer's output [n, hidden_size], without the residual."""
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        return self.total(mixer(self.input_layernorm(hidden), ctx))
+
 
 def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:
     """Some layers in a row; ``hidden`` [n, hidden_size] may be overwritten."""
@@ -61,31 +150,19 @@ def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext)
     return hidden
 
 
-def run_with_late_sums(
-    layers: Sequence[Any],
-    hidden: Tensor,
-    ctx: ForwardContext,
-    norm: Callable[[Any], RMSNorm],
-    made: Callable[[Any, Tensor, Tensor | Rounded], tuple[Tensor, Tensor]],
-) -> Tensor:
-    """Some layers in a row, none if ``layers`` is empty, whose last sums are left to the norm of
-    the next layer, which may have a kernel for both. ``hidden`` [n, hidden_size] may be
-    overwritten.
-
-    Args:
-        norm: a layer's first one.
-        made: of a layer, the stream and its norm: the stream, and what is to be added to it.
-    """
+def run_with_late_sums(layers: Sequence[Any], hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    """``run_layers`` of ``LateLayer``s: the last sum of each is left to the norm of the next one,
+    which may have a kernel for both."""
     if not layers:
         return hidden
     run = ctx.run(layers, hidden)
     if run is not None:
         return run
     first, *others = layers
-    hidden, added = made(first, hidden, norm(first)(hidden))
+    hidden, added = first.before_sum(hidden, first.first_norm(hidden), ctx)
     for layer in others:
-        normed, hidden = norm(layer).after(hidden, added)
-        hidden, added = made(layer, hidden, normed)
+        normed, hidden = layer.first_norm.after(hidden, added)
+        hidden, added = layer.before_sum(hidden, normed, ctx)
     total: Tensor = first.total(added)
     return hidden + total
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mamba_eagle.layers.block import MixerLayer
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM, Names

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.layers.block import run_layers
+from mamba_eagle.layers.block import run_layers, run_with_late_sums
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
@@ -75,12 +75,14 @@ class CausalLM(Layer):
     """A decoder with a language-model head; parameters have the names that the family publishes.
 
     A family gives its layers, ``names``, and ``target`` where its checkpoints lay out tensors
-    differently. It may set ``embedding_scale`` and ``logits_scale``, and override ``run_layers``.
+    differently. It may set ``embedding_scale`` and ``logits_scale``, and ``late_sums`` if all its
+    layers are ``LateLayer``s, or override ``run_layers``.
 
     If ``config.stage`` says so it has only some layers, and hands what they make to the next stage.
     """
 
     names = Names()
+    late_sums: ClassVar[bool] = False
     reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
@@ -177,7 +179,8 @@ class CausalLM(Layer):
             hidden: [n, hidden_size], the input of the first one; may be overwritten.
             embedded: [n, hidden_size], the embeddings, for families whose layers read them too.
         """
-        return run_layers(layers, hidden, ctx)
+        run = run_with_late_sums if self.late_sums else run_layers
+        return run(layers, hidden, ctx)
 
     def head_cuts(self, shard: Shard) -> dict[str, Cut]:
         if self.config.tie_word_embeddings:

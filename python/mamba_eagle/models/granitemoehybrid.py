@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mamba_eagle.layers.block import MixerLayer
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig, MoEConfig

@@ -12,8 +12,8 @@ from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.kimi_delta import DecayForm, KimiDeltaAttention
 from mamba_eagle.layers.latent_attention import LatentAttention
 from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.moe import SigmoidMoE
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.sigmoid_moe import SigmoidMoE
 from mamba_eagle.model_config import (
     AttentionConfig,
     DeltaConfig,

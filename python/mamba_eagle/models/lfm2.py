@@ -9,10 +9,10 @@ from torch import Tensor
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.moe import SigmoidMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.layers.short_conv import ShortConv
-from mamba_eagle.layers.sigmoid_moe import SigmoidMoE
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.experts import gated_expert_place

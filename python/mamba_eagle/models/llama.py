@@ -5,17 +5,10 @@ These serve as plain targets to compare the hybrids with, and as small draft mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
-from mamba_eagle.kernels.float8.torch import Rounded
-from mamba_eagle.layers.block import run_with_late_sums
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer, Total
-from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
@@ -23,42 +16,21 @@ from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
 
-class LlamaLayer(Layer):
+class LlamaLayer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
         index = config.places_before(layer, "attention")
         size, eps = config.hidden_size, config.norm_eps
         assert config.attention is not None
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = make_attention(config.attention, size, index, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
-        self.total = Total()
-
-    def forward(
-        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """``hidden`` with what attention makes of its norm, and what the MLP adds to that, of a
-        rank a part of it. hidden may be overwritten."""
-        made = self.self_attn(normed, ctx)
-        normed, hidden = self.post_attention_layernorm.after(hidden, made)
-        return hidden, self.mlp(normed)
+        attention = make_attention(config.attention, size, index, eps)
+        mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        super().__init__(size, eps, "self_attn", attention, mlp)
 
 
 class LlamaForCausalLM(CausalLM):
+    late_sums = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, [LlamaLayer(config, i) for i in range(len(config.blocks))])
-
-    def run_layers(
-        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
-    ) -> Tensor:
-        return run_with_late_sums(
-            layers,
-            hidden,
-            ctx,
-            lambda layer: layer.input_layernorm,
-            lambda layer, hidden, normed: layer(hidden, normed, ctx),
-        )
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

@@ -8,13 +8,9 @@ drafter (mtp.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
-from mamba_eagle.layers.block import make_blocks, run_with_late_sums
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
@@ -43,20 +39,10 @@ class NemotronHForCausalLM(CausalLM):
     """Parameters have their published names (``backbone.layers.N.mixer…``)."""
 
     names = Names("backbone", "embeddings", "norm_f")
+    late_sums = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
-
-    def run_layers(
-        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
-    ) -> Tensor:
-        return run_with_late_sums(
-            layers,
-            hidden,
-            ctx,
-            lambda block: block.norm,
-            lambda block, hidden, normed: (hidden, block.mixer(normed, ctx)),
-        )
 
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):

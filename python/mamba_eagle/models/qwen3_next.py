@@ -10,26 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.float8.torch import Rounded
-from mamba_eagle.layers.block import run_with_late_sums
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
 from mamba_eagle.layers.gated_attention import GatedAttention
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.layer import Layer, Residual, Total
+from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.moe import GatedSharedMoE
-from mamba_eagle.layers.norm import RMSNorm, keep_exact
+from mamba_eagle.layers.norm import keep_exact
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, MoEConfig, Span
 from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.experts import gated_expert_place
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
 BLOCK_OF_NAME = {"linear_attention": "recurrent", "full_attention": "attention"}
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 CENTRED = re.compile(r".*(?<!linear_attn\.)norm\w*\.weight")  # norms stored as weight - 1
 
 
@@ -89,44 +87,31 @@ class QwenDeltaNet(GatedDeltaNet):
         return {"in_proj_qkvz.weight": rows(*qkvz), "in_proj_ba.weight": rows(*ba)}
 
 
-class QwenLayer(Layer):
+class QwenLayer(PreNormLayer):
     mixer_class: type[QwenDeltaNet] = QwenDeltaNet
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
         size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
         index = config.places_before(layer, kind)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.is_recurrent = kind == "recurrent"
-        if self.is_recurrent:
+        mixer: nn.Module
+        if kind == "recurrent":
             assert isinstance(config.recurrence, DeltaConfig)
-            self.linear_attn = self.mixer_class(config.recurrence, size, eps, index)
+            name, mixer = "linear_attn", self.mixer_class(config.recurrence, size, eps, index)
         else:
             assert config.attention is not None
-            self.self_attn = GatedAttention(config.attention, size, index, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+            name, mixer = "self_attn", GatedAttention(config.attention, size, index, eps)
         if config.moe is not None and has_experts(config, layer):
-            self.mlp: Any = GatedSharedMoE(config.moe, size)
+            mlp: nn.Module = GatedSharedMoE(config.moe, size)
         else:
-            self.mlp = GatedMLP(size, config.intermediate_size)
-        self.total = Total()
+            mlp = GatedMLP(size, config.intermediate_size)
+        super().__init__(size, eps, name, mixer, mlp)
 
     def residuals(self) -> tuple[Residual, ...]:
-        mixer = self.linear_attn if self.is_recurrent else self.self_attn
         mlp = (self.post_attention_layernorm, self.mlp, self.total)
         return (
-            Residual(self.input_layernorm, mixer, self.total),
+            Residual(self.input_layernorm, getattr(self, self.mixer_name), self.total),
             Residual(*mlp, takes_context=False),
         )
-
-    def forward(
-        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """``hidden`` with what the mixer makes of its norm, and what the MLP adds to that, of a
-        rank a part of it. hidden may be overwritten."""
-        mixer = self.linear_attn if self.is_recurrent else self.self_attn
-        normed, hidden = self.post_attention_layernorm.after(hidden, mixer(normed, ctx))
-        return hidden, self.mlp(normed)
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
@@ -135,23 +120,13 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 
 class Qwen3NextForCausalLM(CausalLM):
+    late_sums = True
     layer_class: type[QwenLayer] = QwenLayer
 
     def __init__(self, config: ModelConfig) -> None:
         layers = [self.layer_class(config, i) for i in range(len(config.blocks))]
         super().__init__(config, layers)
         keep_exact(self)
-
-    def run_layers(
-        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
-    ) -> Tensor:
-        return run_with_late_sums(
-            layers,
-            hidden,
-            ctx,
-            lambda layer: layer.input_layernorm,
-            lambda layer, hidden, normed: layer(hidden, normed, ctx),
-        )
 
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):
@@ -163,12 +138,9 @@ def qwen_place(name: str) -> Target | None:
     """Experts are published one by one, or stacked under another name; norms without their 1."""
     if name.endswith(".experts.gate_up_proj"):
         return Target(name.replace("gate_up_proj", "up_proj"))
-    if found := EXPERT.fullmatch(name):
-        stem, index, which = found[1], int(found[2]), found[3]
-        if which == "down":
-            return Target(f"{stem}.down_proj", index)
-        return Target(f"{stem}.up_proj", index, half=int(which == "up"))
-    return Target(name, shift=1.0) if CENTRED.fullmatch(name) else None
+    if CENTRED.fullmatch(name):
+        return Target(name, shift=1.0)
+    return gated_expert_place(name)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

@@ -50,7 +50,7 @@ class QwenMtpHead(Layer):
         own, layer = self.mtp, self.mtp.layers[0]
         both = [own.pre_fc_norm_embedding(embeddings), own.pre_fc_norm_hidden(hidden)]
         hidden = own.fc(torch.cat(both, dim=-1))
-        hidden, added = layer(hidden, layer.input_layernorm(hidden), ctx)
+        hidden, added = layer.before_sum(hidden, layer.input_layernorm(hidden), ctx)
         return own.norm(hidden + layer.total(added))
 
     def target(self, name: str) -> Target | None:

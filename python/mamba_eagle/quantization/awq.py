@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.quantization.four_bit import FourBitMatrix, pack
-from mamba_eagle.quantization.layout import Layout, Packed, Read, Stored, settings_text
-from mamba_eagle.quantization.unsupported import unsupported
+from mamba_eagle.quantization.layout import Layout, Packed, Read, Stored, settings_text, unsupported
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each group of four bits, from the lowest
 

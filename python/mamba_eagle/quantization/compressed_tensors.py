@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout
-from mamba_eagle.quantization.layout import Layout, Packed, Stored
+from mamba_eagle.quantization.layout import Layout, Packed, Stored, unsupported
 from mamba_eagle.quantization.nvfp4 import GROUP, compressed_matrices
-from mamba_eagle.quantization.unsupported import unsupported
 
 STRATEGIES = ("tensor", "channel", "block")
 

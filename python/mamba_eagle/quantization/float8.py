@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -74,3 +75,16 @@ class Float8Layout(Layout):
         name = module + ".weight"
         shape = tuple(stored[name].shape)
         return PackedFloat8(module, name, tuple(beside), shape, self.block, self.inputs(module))
+
+
+def fp8_layout(given: dict[str, Any]) -> Layout:
+    """``quant_method: fp8``: DeepSeek's and transformers' checkpoints, with one scale per tensor,
+    channel or block (``weight_block_size``, and then inputs in groups of as many channels). given:
+    the quantization_config."""
+    block = given.get("weight_block_size")
+    inputs = TOKEN
+    if block:
+        inputs = str(block[1])
+    elif given.get("activation_scheme") == "static":
+        inputs = STATIC
+    return Float8Layout("fp8", lambda module: inputs, tuple(block) if block else None)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.quantization.four_bit import FourBitMatrix, pack
-from mamba_eagle.quantization.layout import Layout, Packed, Read, Stored, settings_text
-from mamba_eagle.quantization.unsupported import unsupported
+from mamba_eagle.quantization.layout import Layout, Packed, Read, Stored, settings_text, unsupported
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points
 

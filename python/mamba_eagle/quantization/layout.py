@@ -9,11 +9,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.quantization.matrix import Matrix
 
 # Tensors that checkpoints hold beside their matrices and that no product needs: scales of inputs
 # that are not rounded, of what products return, and of a quantized KV cache.
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+
+KNOWN = (
+    "fp8; compressed-tensors with 8-bit floats and one scale per tensor, channel or block, or "
+    "nvfp4-pack-quantized; modelopt with FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, "
+    "W4A16_NVFP4, or several of them (MIXED_PRECISION); awq (gemm) and gptq with 4 bits"
+)
 
 Read = Callable[[str], Tensor]  # a stored tensor, by name
 
@@ -69,3 +76,10 @@ class Layout(ABC):
 def settings_text(values: Mapping[str, Any], *names: str) -> str:
     """Some keys of a quantization_config, for a refusal."""
     return ", ".join(f"{name} {values[name]!r:.200}" for name in names if name in values)
+
+
+def unsupported(name: str) -> UnsupportedModel:
+    """A refusal. name: the tool and its scheme."""
+    return UnsupportedModel(
+        f"quantization {name} is not supported; known: {KNOWN}. Use the unquantized checkpoint"
+    )

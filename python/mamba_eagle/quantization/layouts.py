@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mamba_eagle.quantization import awq, compressed_tensors, fp8, gptq, modelopt
-from mamba_eagle.quantization.float8 import NONE, Float8Layout
-from mamba_eagle.quantization.layout import Layout
-from mamba_eagle.quantization.unsupported import unsupported
+from mamba_eagle.quantization import awq, compressed_tensors, gptq, modelopt
+from mamba_eagle.quantization.float8 import NONE, Float8Layout, fp8_layout
+from mamba_eagle.quantization.layout import Layout, unsupported
 
 # quant_method -> its layout
 LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
-    "fp8": fp8.layout,
+    "fp8": fp8_layout,
     "modelopt": modelopt.layout,
     "modelopt_fp4": modelopt.layout,
     "compressed-tensors": compressed_tensors.layout,

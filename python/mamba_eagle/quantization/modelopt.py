@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout
-from mamba_eagle.quantization.layout import Layout, Packed, Stored
+from mamba_eagle.quantization.layout import Layout, Packed, Stored, unsupported
 from mamba_eagle.quantization.nvfp4 import modelopt_matrices
-from mamba_eagle.quantization.unsupported import unsupported
 
 # algorithm -> how inputs are rounded
 FLOAT8 = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": TOKEN, "FP8_PB_WO": NONE}

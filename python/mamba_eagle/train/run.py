@@ -15,7 +15,7 @@ from mamba_eagle.runner.assemble import START_ERRORS
 from mamba_eagle.train.acceptance import Acceptance
 from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, AnswerOptions, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
-from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
+from mamba_eagle.train.heads import TRAINABLE_HEADS
 from mamba_eagle.train.loop_parts import set_precision
 from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
 from mamba_eagle.train.record import Record

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import vector_math as numba_math
 from mamba_eagle.cpu.layer_ops import CpuOps
-from mamba_eagle.cpu.products import naive_linear as linear_naive
+from mamba_eagle.cpu.products import naive as linear_naive
 from mamba_eagle.cpu.products import panels as linear_cpu
 from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import span_kernels, threads
 from mamba_eagle.cpu.products import grouped as cpu
-from mamba_eagle.cpu.products import naive_grouped as naive
+from mamba_eagle.cpu.products import naive
 from mamba_eagle.cpu.products import panels as linear
 from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, multiplies
 from mamba_eagle.cpu.programs.embeddings import GroupedRows

@@ -9,7 +9,7 @@ from torch import Tensor
 from mamba_eagle.cpu import span_kernels, threads
 from mamba_eagle.cpu.abi import Split
 from mamba_eagle.cpu.products import amx as cpu_tiles
-from mamba_eagle.cpu.products import naive_linear as linear_naive
+from mamba_eagle.cpu.products import naive as linear_naive
 from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct, float_product
 from mamba_eagle.cpu.programs.embeddings import StoredRows, stored_rows
 from mamba_eagle.layers.embedding import Embedding

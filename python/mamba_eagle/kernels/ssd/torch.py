@@ -99,13 +99,8 @@ def scan_prompts(
     prompts: Sequence[Prompt],
     chunk: int = 64,
 ) -> Tensor:
-    """The scan over prompts that lie one after the other, from and to state slots.
-
-    Args:
-        x: [n, H, P]; dt: [n, H] after softplus, float32; A, D: [H]; B, C: [n, G, N].
-        state: [slots, H, P, N], a layer's state slots; written where the prompts save.
-    Returns: y [n, H, P], dtype of x.
-    """
+    """naive.py's, with dt in float32. state: [slots, H, P, N], written where the prompts save.
+    Returns: y [n, H, P], dtype of x."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     for prompt in prompts:
         carried = state.new_zeros(1, *state.shape[1:], dtype=torch.float32)

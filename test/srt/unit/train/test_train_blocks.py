@@ -15,9 +15,9 @@ from torch import Tensor
 from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.train.batches import Answer, PaddedAnswers, pad_answers
+from mamba_eagle.train.heads import TRAINABLE_HEADS
 from mamba_eagle.train.heads.block import TrainableBlockDrafter
 from mamba_eagle.train.heads.config import block_draft_config
-from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import TargetOutputs, load_target, run_target
 

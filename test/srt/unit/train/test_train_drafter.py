@@ -27,7 +27,7 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.train.batches import pad_answers, split_held_out, usable_answers
-from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
+from mamba_eagle.train.heads import TRAINABLE_HEADS
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import load_target, run_target
 from mamba_eagle.train.trainer import Trainer

@@ -1,7 +1,11 @@
-"""Products with weights of int8 or int4 groups, number by number.
+"""Products with weights in bfloat16 (``few_rows``) or in int8 or int4 groups (``product``), number
+by number.
 
-Inputs are rounded to int8 in groups of 32 of a row, so that the products within a group are exact
-integers:
+The first is ``y_ro = Σ_i x_ri W_oi`` in float64. A bfloat16 is the upper half of a float32, with
+the same sign and exponent: widening one appends 16 zero bits and changes no value.
+
+Of the second, inputs are rounded to int8 in groups of 32 of a row, so that the products within a
+group are exact integers:
 
     s_rg = max |x_ri| / 127                     i in group g
     q_ri = round(x_ri / s_rg)
@@ -12,6 +16,7 @@ The last term is there only if the weight has minima.
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
@@ -47,3 +52,19 @@ def product(x: Tensor, numbers: Tensor, scale: Tensor, minimum: Tensor | None) -
         if minimum is not None:
             y += share * minimum[:, g].double() * given.total[:, g, None].double()
     return y
+
+
+def widen(bits: int) -> float:
+    """The value of a bfloat16, given as an unsigned integer of 16 bits."""
+    (value,) = struct.unpack("<f", struct.pack("<I", bits << 16))
+    return value
+
+
+def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x: [n, in]; weight: [out, in], bfloat16 as uint16 -> [n, out] float64."""
+    widened = [[widen(bits) for bits in row] for row in weight.tolist()]
+    y = [
+        [sum(a * w for a, w in zip(row, weights)) for weights in widened]
+        for row in x.double().tolist()
+    ]
+    return torch.tensor(y, dtype=torch.float64)
