@@ -61,3 +61,12 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (anchor and anchor not in anchors(file)):
             dead.append(target)
     assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_table_has_a_head(page):
+    """A blank line between two rows makes text of those below it."""
+    lines = CODE_BLOCK.sub("", page.read_text()).split("\n")
+    rows = [re.fullmatch(r" *\|.*\| *", line) is not None for line in lines]
+    first = [i for i, is_row in enumerate(rows) if is_row and not (i and rows[i - 1])]
+    assert [i for i in first if not re.fullmatch(r" *\|[-:| ]+\|", lines[i + 1])] == []
