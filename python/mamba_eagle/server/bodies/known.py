@@ -69,10 +69,10 @@ SAMPLING: Mapping[str, str] = {
     ),
     **dict.fromkeys(("use_beam_search", "beam_width"), "beams are not searched: use n samples"),
     **dict.fromkeys(
-        "return_hidden_states return_routed_experts return_sampling_mask return_indexer_topk "
-        "return_entropy".split(),
+        "return_routed_experts return_sampling_mask return_indexer_topk return_entropy".split(),
         "only tokens and their logprobs are returned here; leave the field out",
     ),
+    "return_hidden_states": "/v1/embeddings gives the hidden state of a prompt's end; leave it out",
     "logprob_token_ids": "send token_ids_logprob to /generate",
     "token_ids_logprob": "send it to /generate",
     "stop_regex": NOT_HERE,

@@ -3,6 +3,7 @@ docs/design/grammars.md."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from grammar_rig import (
     under,
     vocabulary,
 )
+from jsonschema import Draft202012Validator
 from llguidance import TokenizerWrapper
 from runner_harness import (
     PLAIN,
@@ -45,6 +47,7 @@ from mamba_eagle.constrain.grammar import (
     after_reasoning,
     ebnf_grammar,
     json_object_grammar,
+    json_schema_grammar,
     regex_grammar,
 )
 from mamba_eagle.constrain.matchers import Matchers
@@ -461,6 +464,48 @@ def test_10_json_is_compact() -> None:
         ('{"a": 1, ', set()),
     ):
         assert blanks & set(ids(allowed(grammar, Letters()(text)))) == expected, text
+
+
+NUMBER, WORD = {"type": "integer", "minimum": 0, "maximum": 99}, {"type": "string", "maxLength": 5}
+LIST = {"type": "array", "items": WORD, "minItems": 2, "maxItems": 3}
+POINT = {"type": "object", "properties": {"x": NUMBER, "y": NUMBER}, "required": ["x", "y"]}
+SCHEMAS: dict[str, Any] = {
+    "list": LIST,
+    "enum": {"enum": ["yes", {"a": [1, 2]}, None, 1.5]},
+    "nested": {**POINT, "properties": {"x": LIST, "y": POINT}, "additionalProperties": False},
+    "choice": {"anyOf": [NUMBER, {**LIST, "items": NUMBER}]},
+    "pattern": {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^[ab]{2,4}$"},
+        "minItems": 2,
+    },
+    "reference": {
+        "$defs": {"p": {**POINT, "additionalProperties": False}},
+        "type": "array",
+        "items": {"$ref": "#/$defs/p"},
+        "minItems": 1,
+        "maxItems": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_10_what_fits_a_schema_is_compact_with_drafts_and_without(
+    engines: Callable[[str], Engine], name: str
+) -> None:
+    ended = 0
+    for seed in range(4):
+        grammar = json_schema_grammar(SCHEMAS[name]).text
+        params = SamplingParams(grammar=grammar, max_new_tokens=90, seed=seed)
+        output = engines("none").generate(random_prompt(8, seed), params).output
+        assert engines("tree").generate(random_prompt(8, seed), params).output == output
+        if output[-1] == EOS:
+            ended += 1
+            text = text_of(output[:-1])
+            value = json.loads(text)
+            assert Draft202012Validator(SCHEMAS[name]).is_valid(value)
+            assert len(text) <= 1.1 * len(json.dumps(value, ensure_ascii=False))
+    assert ended
 
 
 # ── 12: errors ───────────────────────────────────────────────────────────────────────────────

@@ -26,19 +26,21 @@ class Line(NamedTuple):
 
     def answered(self, status: int, body: Any) -> dict[str, Any]:
         """The reply's line. ``error`` is null if the request was answered."""
-        id = f"batch_req_{self.custom_id}"
-        reply: dict[str, Any] = {"id": id, "custom_id": self.custom_id}
-        response = {"status_code": status, "request_id": id, "body": body}
-        if status == 200:
-            return {**reply, "response": response, "error": None}
-        message = body.get("error", {}).get("message", "the request failed")
-        return {**reply, "response": response, "error": {"code": str(status), "message": message}}
+        message = "" if status == 200 else body.get("error", {}).get("message", "it failed")
+        return self._reply({"status_code": status, "body": body}, str(status), message)
 
     def refused(self) -> dict[str, Any]:
         """The reply's line of one that cannot be a request."""
+        return self._reply(None, "invalid_request", self.problem)
+
+    def _reply(self, response: Any, code: str, message: str) -> dict[str, Any]:
         id = f"batch_req_{self.custom_id}"
-        error = {"code": "invalid_request", "message": self.problem}
-        return {"id": id, "custom_id": self.custom_id, "response": None, "error": error}
+        return {
+            "id": id,
+            "custom_id": self.custom_id,
+            "response": response and {**response, "request_id": id},
+            "error": {"code": code, "message": message} if message else None,
+        }
 
 
 def read_lines(path: str | Path, urls: tuple[str, ...] = URLS) -> Iterator[Line]:

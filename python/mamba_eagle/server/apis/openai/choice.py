@@ -80,17 +80,12 @@ class Choice(ABC):
         """As vLLM has it: the token's own and the best ones, by id. A rank is known of these."""
         if item.logprob is None:  # the first token follows nothing
             return None
-        ranked = [(token, value, rank) for rank, (value, token) in enumerate(item.top, 1)]
-        own = [(item.token_id, item.logprob, None)]
-        found = {token: (value, rank) for token, value, rank in [*own, *ranked[:best]]}
-        found |= {token: (value, rank) for token, value, rank in ranked if token == item.token_id}
+        name = self.tokenizer.token_text
+        ranks = {token: rank for rank, (_, token) in enumerate(item.top, 1)}
+        found = {item.token_id: item.logprob, **{token: x for x, token in item.top[:best]}}
         return {
-            str(token): {
-                "logprob": value,
-                "rank": rank,
-                "decoded_token": self.tokenizer.token_text(token),
-            }
-            for token, (value, rank) in found.items()
+            str(token): {"logprob": x, "rank": ranks.get(token), "decoded_token": name(token)}
+            for token, x in found.items()
         }
 
     def _new_text(self) -> str:
