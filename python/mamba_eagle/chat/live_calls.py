@@ -11,7 +11,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,6 @@ class LiveCalls(ABC):
     """The calls of one region. tools: the properties of each tool's arguments, by its name. most:
     calls that may come; None: any."""
 
-    closing = ""  # behind the last argument
-
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], most: int | None) -> None:
         self._tools = tools
         self._left = math.inf if most is None else most
@@ -59,9 +57,13 @@ class LiveCalls(ABC):
     def feed(self, text: str) -> list[CallPiece]:
         """What more of the region says."""
 
-    def close(self, is_right: bool) -> list[CallPiece]:
-        """The region has ended. is_right: with calls; what is cut off must not look whole."""
-        return [self._more(self.closing if is_right else "", True)] if self.goes_on else []
+    def close(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
+        """The region has ended, with these calls. What is cut off does not look whole."""
+        if not self.goes_on:
+            return []
+        told, number = "".join(self._arguments), len(self.calls)
+        whole = calls[number].arguments if number < len(calls) else ""
+        return [self._more(whole[len(told) :] if whole.startswith(told) else "", True)]
 
     def _begin(self, name: str) -> CallPiece:
         self._left -= 1
@@ -138,8 +140,6 @@ class TagCalls(LiveCalls):
     read: an argument's tag to an object with it, by the schema; None if it cannot be read.
     """
 
-    closing = "}"
-
     def __init__(
         self,
         tools: Mapping[str, Mapping[str, Any]],
@@ -195,7 +195,7 @@ class TagCalls(LiveCalls):
             return None
         self._key, self._tag = match["key"], match[0]
         self._text = self._text[match.end() :]
-        return f"{self._separator()}{_quoted(self._key)}: " + '"' if self._is_text else ""
+        return f'{self._separator()}"{_escaped(self._key)}": "' if self._is_text else ""
 
     @property
     def _is_text(self) -> bool:
@@ -215,9 +215,5 @@ class TagCalls(LiveCalls):
         return ", " if len(self._arguments) > 1 else ""
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _escaped(text: str) -> str:
-    return _quoted(text)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1]

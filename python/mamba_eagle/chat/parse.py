@@ -152,7 +152,7 @@ class FamilyParser(OutputParser):
         except Exception:  # a checkpoint's own template may be wrong in any way
             log.exception("the response template failed; the rest of the output stays text")
             self._broken = True
-            return [*self._end_live(False), *self._texts[CONTENT].take(self._all[self._at :])]
+            return [*self._end_live(()), *self._texts[CONTENT].take(self._all[self._at :])]
 
     def finish(self) -> list[Piece]:
         if self._broken:
@@ -198,10 +198,10 @@ class FamilyParser(OutputParser):
 
         return TagCalls(self._properties, self._calls_left, match["name"].strip(), form, read)
 
-    def _end_live(self, is_right: bool) -> list[CallPiece]:
-        """The end of calls that were given out in pieces."""
+    def _end_live(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
+        """The end of the call that is being given out in pieces. calls: of the region."""
         live, self._live = self._live, None
-        return live.close(is_right) if live is not None and self._is_live else []
+        return live.close(calls) if live is not None and self._is_live else []
 
     def _close(self, name: str, field: str, ending: bool) -> list[Piece]:
         closing = self._form.closes.get(name)
@@ -211,13 +211,13 @@ class FamilyParser(OutputParser):
         if field != CALLS or self._at <= self._new_from:
             return []
         if ending and closing and match is None:
-            return [*self._end_live(False)]  # cut off
+            return [*self._end_live(())]  # cut off
         region = self._all[self._begin : self._at]
         calls = None
         if not leaves_open(region, self._calls_form):
             calls = read_calls(self._form.one_call, region, self._tools)
         live = self._live
-        ends = self._end_live(calls is not None)
+        ends = self._end_live(calls or ())
         if calls is None and self._is_live and live is not None and live.calls:
             return [*ends]
         if calls is None:
