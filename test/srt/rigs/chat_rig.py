@@ -127,6 +127,15 @@ def check_calls(body: dict[str, Any], choice: dict[str, Any]) -> int:
     return len(calls)
 
 
+def add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    """A call that begins, or more of the latest one's arguments."""
+    if "id" in delta:
+        calls.append(delta)
+    else:
+        assert delta["index"] == len(calls) - 1
+        calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+
+
 def streamed(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     """The choice that a client puts together of a stream."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
@@ -139,7 +148,8 @@ def streamed(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
             (choice,) = json.loads(line[6:])["choices"]
             for name, value in choice["delta"].items():
                 if name == "tool_calls":
-                    message.setdefault(name, []).extend(value)
+                    for call in value:
+                        add_call(message.setdefault(name, []), call)
                 elif name != "role" and value:
                     message[name] = (message[name] or "") + value if name in message else value
             reason = choice["finish_reason"] or reason

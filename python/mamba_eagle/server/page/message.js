@@ -85,11 +85,12 @@ export function callBox({id, function: called}) {
   Object.assign(result.dataset, {call: id, name: called.name});
   const label = make("label", "", "result ");
   label.append(result);
-  box.append(head, make("pre", "arguments", pretty(called.arguments)), label);
-  return {box, result};
+  const given = make("pre", "arguments", pretty(called.arguments));
+  box.append(head, given, label);
+  return {box, result, given};
 }
 
-function pretty(text) {
+export function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {

@@ -2,7 +2,7 @@
 
 import {copyButton} from "./clipboard.js";
 import {colour, render} from "./markdown.js";
-import {bubble, callBox, fold, tool, toolbar} from "./message.js";
+import {bubble, callBox, fold, pretty, tool, toolbar} from "./message.js";
 import {Output, facts} from "./output.js";
 import {make} from "./tree.js";
 
@@ -16,6 +16,7 @@ export class Reply {
   #counts = {completion: 0};
   #ended = "";
   #places = {}; // by field of the delta
+  #given = null; // where the arguments of the latest call are shown
   #rich = null;
   #timer = 0;
   #pause = 0; // milliseconds
@@ -121,10 +122,17 @@ export class Reply {
     return (this.#places[field] = text);
   }
 
-  // A call comes whole; the tokens that wait for their text are those that it was made of.
+  // A call comes in pieces; the tokens that wait for their text are those that it was made of.
   #call(call) {
-    (this.message.tool_calls ??= []).push({id: call.id, type: "function", function: call.function});
-    this.#showCall(call);
+    const calls = (this.message.tool_calls ??= []);
+    if (call.id) {
+      calls.push({id: call.id, type: "function", function: call.function});
+      this.#showCall(call);
+    } else {
+      const called = calls.at(-1).function;
+      called.arguments += call.function.arguments;
+      this.#given.textContent = pretty(called.arguments);
+    }
     if (!this.output.traced) return;
     if (!this.#places.written) {
       this.#places.written = make("div", "text output");
@@ -134,7 +142,8 @@ export class Reply {
   }
 
   #showCall(call) {
-    const {box, result} = callBox(call);
+    const {box, result, given} = callBox(call);
+    this.#given = given;
     this.note.before(box);
     this.results.push(result);
   }

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from chat_rig import add_call
 from chat_samples import BEGUN, CHATML, HERMES, SAMPLES, WEATHER, Sample
 from fake_engine import Script
 from server_harness import Harness, run, serving
@@ -70,13 +71,7 @@ def message_of(events: list[Any]) -> dict[str, Any]:
             if delta.get(name):
                 message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", []):
-            calls = message.setdefault("tool_calls", [])
-            if "id" not in call:  # more of the latest one's arguments
-                assert call["index"] == len(calls) - 1
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-                continue
-            assert call["index"] == len(calls)
-            calls.append(call)
+            add_call(message.setdefault("tool_calls", []), call)
     if not message["content"] and "tool_calls" not in message:
         message["content"] = ""
     return message
