@@ -119,7 +119,7 @@ def test_1_on_a_gpu_the_text_is_the_plain_models_under_the_grammar(
     """With graphs: masks are made while the target verifies."""
     engine = constrain(tiny.engine(settings, device="cuda", dtype="float32"))
     free = engine.generate(random_prompt(11, 4), greedy(20)).output
-    lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(cases()[:4])]
+    lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(cases()[:2])]
     lives += [engine.start(random_prompt(11, 4), each) for each in rules(free)[:2]]
     lives.append(engine.start(random_prompt(9, 1), sampled(12, 7)))
     engine.finish(lives)
