@@ -144,10 +144,6 @@ FLA_CASES = {
     "35b": Case(QWEN_35B, 1, 0, (130, 1), dtype=torch.bfloat16),
     "beta-2": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, max_beta=2.0),
     "forgets-all": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, decay=200.0),
-    "channels": Case(Sizes(32, 128, 32, 128), 1, 0, (130, 1), channels=True, dtype=torch.bfloat16),
-    "channels-forget-all": Case(
-        Sizes(32, 128, 32, 128), 1, 0, (130,), channels=True, dtype=torch.bfloat16, decay=200.0
-    ),
     "float32": Case(Sizes(4, 32, 2, 32), 1, 0, (70, 3)),
 }
 
@@ -160,9 +156,7 @@ def test_scans_of_fla_are_the_recurrence(case: Case) -> None:
     from mamba_eagle.backend.triton.fla import FlaScan
 
     random, lengths, sizes = Random(case), case.journal_lens, case.sizes
-    config = DeltaConfig(
-        sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4, channel_decay=case.channels
-    )
+    config = DeltaConfig(sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4)
     gates, convolved = random.tokens(sum(lengths))
     state = random.draw.normal(len(lengths), *config.state_shape)
     ends = torch.tensor([0, *lengths]).cumsum(0)

@@ -145,7 +145,8 @@ class TritonBackend(Backend):
             return super().prefill_context(parts, pool, kv, slot_table, recurrence)
         given = (parts, pool, self.prompt_attention(kv, slot_table, parts), self.place)
         if delta_supported(recurrence):
-            return DeltaPrefillContext(*given, self._delta_scan)
+            scan = TorchScan() if recurrence.channel_decay else self._delta_scan
+            return DeltaPrefillContext(*given, scan)
         return TritonPrefillContext(*given)
 
     @cached_property

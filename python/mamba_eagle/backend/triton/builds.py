@@ -90,13 +90,28 @@ def _zeroed() -> Iterator[None]:
         yield
 
 
+def _kind(value: object) -> object:
+    """Equal for arguments that Triton compiles one kernel for; not always the other way round."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return (type(value), *map(_kind, value))
+    return type(value), value
+
+
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
     """Kernels are at most looked up, as for Triton's own warm-up of one; of those that are tuned
-    when they are first launched, each form."""
+    when they are first launched, each form. Once for each kind of arguments: a look takes about a
+    millisecond, and the layers of a model ask for the same ones."""
     run, tune = JITFunction.run, Autotuner.run
+    asked: set[tuple[object, ...]] = set()
 
     def looked_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kinds = (id(self), _kind(args), _kind(tuple(sorted(options.items()))))
+        if kinds in asked:
+            return None
+        asked.add(kinds)
         return run(self, *args, grid=grid, warmup=True, **options)
 
     def every_form(self: Any, *args: Any, **options: Any) -> None:

@@ -7,7 +7,6 @@ import sys
 import torch
 import triton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.kda import chunk_kda
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
@@ -39,8 +38,8 @@ def _distance(config: triton.Config) -> tuple[int, ...]:
 
 
 class FlaScan(DeltaScan):
-    """All sequences at once. Decays and states are float32; keys, what the chunks write and the
-    states between chunks have the model's dtype.
+    """All sequences at once, of rules with one decay per head. Decays and states are float32; keys,
+    what the chunks write and the states between chunks have the model's dtype.
 
     Norms are ours: those of the package are tuned again for every few thousand tokens.
     """
@@ -53,11 +52,9 @@ class FlaScan(DeltaScan):
         c = layer.config
         q, k, v = inputs.convolved.split([c.key_size, c.key_size, c.inner_size], dim=1)
         g, beta = inputs.gates.split([c.decay_size, c.num_heads], dim=1)
-        if c.channel_decay:
-            g = g.unflatten(1, (c.num_heads, -1))
         heads = (self._keys(q, c.state_size), self._keys(k, c.state_size))
         given = (*heads, v.unflatten(1, (c.num_heads, -1)), g, beta)
-        y, after = (chunk_kda if c.channel_decay else chunk_gated_delta_rule)(
+        y, after = chunk_gated_delta_rule(
             *(part[None] for part in given),
             initial_state=state,
             output_final_state=True,
