@@ -50,6 +50,11 @@ class MemorySettings(Settings):
         "ones",
         ("fcfs", "lpm", "priority"),
     )
+    enable_return_routed_experts: bool = setting(
+        False,
+        "requests may ask for the experts of each token (return_routed_experts), which keeps them "
+        "of all steps; on a CPU, layers run one by one",
+    )
     logprobs_at_temperature: bool = setting(
         False,
         "logprobs of output tokens are those of the distribution at the request's temperature, as "

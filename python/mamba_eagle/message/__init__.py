@@ -58,6 +58,7 @@ class Generate(Message):
     token_ids_logprob: list[int] = []  # tokens whose logprobs are wanted at each position
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
+    return_routed_experts: bool = False
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
     priority: int = 0
@@ -261,6 +262,14 @@ class StepTrace(msgspec.Struct, array_like=True):
     refused: list[int] = []  # nodes that the request's grammar does not allow, and those below them
 
 
+class RoutedExperts(msgspec.Struct, array_like=True):
+    """Of consecutive tokens of a request, in each layer."""
+
+    start: int  # position of the first one; what is said of a position again replaces it
+    count: int
+    experts: bytes  # [count, layers, k] int32, little-endian; 0 in layers without experts
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The output of a request since its previous RequestOutput."""
 
@@ -282,6 +291,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     trace: StepTrace | None = None  # of the step that generated token_ids, if requested
     embedding: bytes = b""  # with the first output, if requested: float32, little-endian
     weight_version: str = DEFAULT_VERSION  # of the weights that made token_ids
+    experts: list[RoutedExperts] = []  # of tokens that the target has processed, if requested
 
 
 class Outputs(Message):
@@ -453,6 +463,7 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_spec_trace: bool = False
     pooling: str = ""  # as Generate's; "mean" starts at position 0
     adapter: int = -1  # its slot; -1: none
+    return_routed_experts: bool = False
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -583,6 +594,7 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
     problem: str = ""  # what the request's grammar says if none could be sampled
     embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
+    experts: bytes = b""  # of the chunk's tokens, if requested, as in RoutedExperts
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -597,6 +609,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     folded: int = 0  # position of the state in the request's state slot after this step
     logprobs: list[TokenLogprob] = []  # one per token, if requested
     trace: StepTrace | None = None  # if requested
+    experts: bytes = b""  # of the accepted nodes, if requested, as in RoutedExperts
     problem: str = ""  # what the request's grammar says if no token could be sampled
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,7 @@ def add_part(folder: str, tensors: dict[str, Tensor]) -> None:
     path = Path(folder)
     path.mkdir(mode=0o700, exist_ok=True)
     (path / PID_FILE).write_text(str(os.getpid()))
-    number = len(list(path.glob("received-*")))
-    save_file(tensors, path / f"received-{number:05}.safetensors")
+    save_file(tensors, path / f"received-{time.time_ns()}.safetensors")  # several may come at once
 
 
 def complete(folder: str, before: str) -> None:

@@ -43,6 +43,7 @@ from mamba_eagle.runner.stages import (
     layers_by_stage,
 )
 from mamba_eagle.runner.steps.decode_step import DecodeStep
+from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.runner.sums import sums_for
 from mamba_eagle.runner.warm_up import warm_up
 
@@ -63,7 +64,10 @@ def assemble(
     """
     group, stages = ranks
     whole = read_model_config(config.model_path)
-    if wrong := split_problems(whole, group.size) + size_problems(whole, stages.size):
+    wrong = split_problems(whole, group.size) + size_problems(whole, stages.size)
+    if config.enable_return_routed_experts and (whole.moe is None or stages.size > 1):
+        wrong.append("--enable-return-routed-experts: needs experts, and --pp-size 1: leave it out")
+    if wrong:
         raise ConfigError(wrong)
     backend = backend_for(config, whole.dtype, ranks.number)
     source = draft_source_for(config, whole, group.shard, backend)
@@ -93,8 +97,11 @@ def assemble(
     drafter = _make_drafter(source, parts)
     agree_on_drafting(drafter, stages)
     sampling = choice.chooser.state
+    requests = config.max_running_requests + backend.place.padding_slots
+    most = max(requests * config.tree_shape.nodes, config.chunked_prefill_size or 0)
+    routing = Routing(model, config.enable_return_routed_experts, most, backend.place)
     step = DecodeStep(
-        backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters
+        backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters, routing
     )
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
     cohorts = _num_cohorts(step, ranks)

@@ -198,6 +198,7 @@ class ModelRunner:
         view: TreeView | None,
     ) -> PendingDecode:
         target, marks = None, None
+        experts = self.step.routing.of_trees(batch.slots, verified.tree.tokens.shape[1])
         nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
             self.before_waiting()
@@ -210,7 +211,7 @@ class ModelRunner:
             self.scheme.keep_rows(
                 run.slots, committed.accepted, verified.features, self.journals.kept
             )
-        return PendingDecode(self.chooser, self.table, batch, verified, committed, marks)
+        return PendingDecode(self.chooser, self.table, batch, verified, committed, marks, experts)
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]

@@ -116,7 +116,7 @@ class Renewal:
                 for folder, base in pairs.items():
                     if folder and base:
                         complete(folder, base)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 wrong = [f"what was received: {error}"]
         self.kept.ranks.smallest([1])
         return wrong

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import DEFAULT_VERSION, FinishReason
-from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
+from mamba_eagle.message import Generate, RequestOutput, RoutedExperts, StepTrace, TokenLogprob
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.adapters import Adapter
 from mamba_eagle.scheduler.estimates import RequestDrafts
@@ -41,6 +41,7 @@ class Request:
         self.token_ids_logprob = message.token_ids_logprob
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
+        self.return_routed_experts = message.return_routed_experts
         self._pooling = message.pooling
         self.cache_hints = message.cache
         self.adapter = adapter
@@ -61,6 +62,7 @@ class Request:
         self.waits_for_grammar = False  # until the runner has compiled it (grammars.py)
         self.input_logprobs: list[TokenLogprob] = []
         self.embedding = b""
+        self.experts: list[RoutedExperts] = []  # not sent yet
         self._wait()
 
     def _wait(self) -> None:
@@ -102,8 +104,8 @@ class Request:
     def hit_limit(self) -> int:
         """The deepest position at which prefill may start: at least one token is processed, and
         so are those whose logits give the logprobs of the prompt that were asked for, and all of
-        a mean: the cache keeps states, not what was computed on the way to them."""
-        if self.pooling == "mean":
+        a mean or of experts: the cache keeps states, not what was computed on the way to them."""
+        if self.pooling == "mean" or (self.return_routed_experts and self.num_output == 0):
             return 0
         limit = len(self.to_prefill) - 1
         if self.wants_input_logprobs:
@@ -171,6 +173,11 @@ class Request:
             self.input_logprobs = []
         self._wait()
 
+    def took_experts(self, start: int, count: int, experts: bytes) -> None:
+        """Of the tokens from ``start`` on, if they were asked for."""
+        if experts:
+            self.experts.append(RoutedExperts(start, count, experts))
+
     def count_accepted(self, drafts: int) -> None:
         """A step accepted ``drafts`` drafted tokens."""
         self.accepted_drafts += drafts
@@ -196,6 +203,7 @@ class Request:
         call."""
         input_logprobs, self.input_logprobs = self.input_logprobs, []
         embedding, self.embedding = self.embedding, b""
+        experts, self.experts = self.experts, []
         return RequestOutput(
             rid=self.rid,
             token_ids=token_ids or [],
@@ -213,6 +221,7 @@ class Request:
             input_logprobs=input_logprobs,
             trace=trace,
             embedding=embedding,
+            experts=experts,
             weight_version=self.weight_version,
         )
 

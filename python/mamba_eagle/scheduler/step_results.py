@@ -65,6 +65,7 @@ class StepResults:
                     outputs.append(self.fail(request, problem, walk.problem))
                 else:
                     self._count_step(request, walk, plan.choice.shape)
+                    request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
                     outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
         if outcomes:
             self._learn(plan.choice, outcomes, result)
@@ -80,6 +81,7 @@ class StepResults:
         if problem := prefill_problem(request, chunk.item, result, self._vocab_size):
             return [self.fail(request, problem, result.problem)]
         request.input_logprobs += result.input_logprobs
+        request.took_experts(chunk.item.start, len(chunk.item.token_ids), result.experts)
         if not is_last:
             return []
         request.embedding = result.embedding

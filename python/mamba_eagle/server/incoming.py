@@ -18,6 +18,7 @@ class Incoming:
 
     begun: bool = False  # /start_weight_update says where it ends; else a pause does
     is_drafter: bool = False  # of what comes next
+    receiving: int = 0  # calls under way
     version: str = ""
     problem: str = ""  # a part of it was refused, so the rest is, too
     folders: dict[bool, str] = field(default_factory=dict)  # by whether it is the drafter's

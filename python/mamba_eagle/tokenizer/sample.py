@@ -28,6 +28,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int] = []
     return_spec_trace: bool = False
     pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
+    return_routed_experts: bool = False
     adapter: str = ""  # the name of a loaded one
     cache: CacheHints = CacheHints()
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
@@ -74,6 +75,8 @@ class Sample:
         self.traces: list[StepTrace] = []
         self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
         self.embedding = b""  # float32, little-endian
+        self._experts = bytearray()  # [tokens, layers, k] int32
+        self._experts_width = 0  # bytes per token
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
@@ -95,6 +98,10 @@ class Sample:
             self.input_logprobs.extend(output.input_logprobs)
         if output.trace is not None:
             self.traces.append(output.trace)
+        for part in output.experts:
+            width = self._experts_width = len(part.experts) // part.count
+            place = part.start * width
+            self._experts[place : place + len(part.experts)] = part.experts
         if output.embedding:
             self.embedding = output.embedding
         finish = output.finish
@@ -147,6 +154,12 @@ class Sample:
             return self.text
         held = self._stops.held_back()
         return self.text[: len(self.text) - held] if held else self.text
+
+    @property
+    def routed_experts(self) -> bytes:
+        """Of all tokens but the last, which the model has not read: int32 [tokens, layers, k]."""
+        count = len(self.prompt.token_ids) + len(self.output_ids) - 1
+        return bytes(self._experts[: max(count, 0) * self._experts_width])
 
     @property
     def versions(self) -> list[VersionSpan]:

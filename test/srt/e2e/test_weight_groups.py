@@ -192,25 +192,36 @@ def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
     alone = {"master_address": HOST, "master_port": free_ports(1), "world_size": 2}
     failures: list[str] = []
 
-    def join() -> None:
-        try:
-            call(engine, "/init_weights_update_group", **alone, timeout=3)
-        except EngineError as error:
-            failures.append(str(error))
+    def fails(path: str, **body: Any) -> threading.Thread:
+        def work() -> None:
+            with pytest.raises(EngineError) as error:
+                call(engine, path, **body)
+            failures.append(str(error.value))
 
-    joining = threading.Thread(target=join)
-    joining.start()
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    joining = fails("/init_weights_update_group", **alone, timeout=3)
     assert texts(engine) == before
     joining.join()
     assert "did not meet" in failures[0] and "3 s" in failures[0]
     trains = Trainer(engine, other)
-    trains.join(timeout=20)
-    sent = trains.send(sorted(trains.weights)[:1])
+    trains.join()
+    engine.pause_generation("in_place")
+    first, second = sorted(trains.weights)[:2]
+    sent = trains.send([first])  # of two that are announced
+    both = {
+        "names": [first, second],
+        "dtypes": [*sent["dtypes"], str(trains.weights[second].dtype)],
+        "shapes": [*sent["shapes"], list(trains.weights[second].shape)],
+    }
+    taking = fails("/update_weights_from_distributed", **both)
+    with pytest.raises(EngineError, match="still being received"):
+        while True:  # until the engine has begun to receive
+            engine.continue_generation()
+            engine.pause_generation("in_place")
     trains.process.kill()
-    trains.process.wait()
-    sent["names"].append(sorted(trains.weights)[1])
-    sent["dtypes"].append("float32")
-    sent["shapes"].append(list(trains.weights[sent["names"][1]].shape))
-    with pytest.raises(EngineError):
-        call(engine, "/update_weights_from_distributed", **sent)
-    assert texts(engine) == before
+    taking.join()
+    engine.continue_generation()
+    assert len(failures) == 2 and texts(engine) == before and not received()

@@ -31,6 +31,7 @@ from mamba_eagle.runner.constrained_choice import MasksFirst
 from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import sample_in_kernels
 from mamba_eagle.runner.sampling_state import BatchNoise, SamplingState
+from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -80,8 +81,9 @@ class DecodeStep:
         sampling: SamplingState,
         choice: MasksFirst,
         adapters: AdapterSlots,
+        routing: Routing,
     ) -> None:
-        self.adapters = adapters
+        self.adapters, self.routing = adapters, routing
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
@@ -93,7 +95,7 @@ class DecodeStep:
 
     def _program(self, adapted: bool) -> StepProgram | None:
         target = network_of(self.model)
-        if target is None:
+        if target is None or self.routing.kept:  # programs tell nothing of routers
             return None
         return self.backend.step_program(target, self.kv, self.table, self.scheme, adapted)
 
@@ -108,6 +110,7 @@ class DecodeStep:
         for slot in slots:
             self.sampling.release(slot)
             self.constraints.release(slot)
+        self.routing.release(slots)
 
     def draft(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
@@ -14,7 +15,10 @@ from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
+from mamba_eagle.runner.steps.routing import as_bytes
 from mamba_eagle.tree.tree import Tree
+
+NO_EXPERTS: Mapping[int, Tensor] = {}
 
 
 class PendingDecode:
@@ -28,8 +32,11 @@ class PendingDecode:
         verified: Verified,
         committed: Committed,
         marks: Marks | None = None,
+        experts: Mapping[int, Tensor] = NO_EXPERTS,
     ) -> None:
-        """marks: of the grammars; None if no request of the batch has one."""
+        """marks: of the grammars; None if no request of the batch has one. experts: of the
+        nodes, [T, layers, k] int32, by index in the batch, for requests that ask for them."""
+        self.experts = experts
         self.marks = marks or Marks({}, {})
         accepted, place = committed.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
@@ -62,6 +69,8 @@ class PendingDecode:
                 assert self.tree is not None
                 refused = self.marks.refused.get(i, [])
                 result.trace = step_trace(self.tree, i, result, refused)
+            if n and i in self.experts:
+                result.experts = as_bytes(self.experts[i][nodes[:n]])
             results.append(result)
         return results
 

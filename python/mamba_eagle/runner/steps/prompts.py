@@ -20,6 +20,7 @@ from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogp
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import Scored, TokenLogprobs
+from mamba_eagle.runner.steps import routing
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
 
@@ -68,6 +69,7 @@ class PendingPrefill:
     input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in items
     marks: Marks = Marks({}, {})  # of the grammars, by index in first_tokens
     embeddings: dict[int, Tensor] = field(default_factory=dict)  # [hidden_size], by index in items
+    experts: dict[int, Tensor] = field(default_factory=dict)  # by index in items
     # what ``PromptRunner.finish`` needs: the finished prompts, and the features of all parts
     finished: Sequence[PrefillPart] = ()
     features: Tensor | None = None
@@ -92,6 +94,8 @@ class PendingPrefill:
                 finished += 1
             if i in self.embeddings:
                 result.embedding = as_bytes(self.embeddings[i])
+            if i in self.experts:
+                result.experts = routing.as_bytes(self.experts[i])
             results.append(result)
         return results
 
@@ -213,7 +217,8 @@ class PromptRunner:
         start_finished(self.step.scheme, items, self.place)
         self.journals.start_trails(items)
         self._show_drafter(Shown(given, tokens, features, before))
-        pending = PendingPrefill(items)
+        experts = self.step.routing.of([(part.item.slot, part.length) for part in parts])
+        pending = PendingPrefill(items, experts=experts)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
                 pending.input_logprobs[i] = _input_logprobs(
@@ -302,6 +307,7 @@ class PromptRunner:
         table.wants_trace[slot] = first.return_spec_trace
         self.step.adapters.admit(slot, first.adapter)
         self.pooling.admit(slot, first.pooling)
+        self.step.routing.admit(slot, first.return_routed_experts)
         self.step.sampling.set(slot, params, first.output_start, first.history)
         self.step.constraints.admit(slot, params, first.output_start)
         self.step.constraints.observe_prompt(slot, first.history, 0)

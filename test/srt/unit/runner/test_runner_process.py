@@ -43,7 +43,8 @@ def terminate(*_):
     os.kill(os.getpid(), END_SIGNAL)
 
 class Runner:
-    backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
+    backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True), device=None)
+    parts = types.SimpleNamespace(ranks=types.SimpleNamespace(number=0))
     constraints = adapters = None
     drafts_ahead, turns = False, ()
     close = lambda self: None
@@ -196,8 +197,9 @@ def test_a_stage_that_hears_nothing_commits_what_is_open(tmp_path: Path) -> None
         drafts_ahead=False,
         constraints=None,
         adapters=None,
-        backend=SimpleNamespace(place=SimpleNamespace(on_host=True)),
-        config=SimpleNamespace(answering_rank=1),
+        backend=SimpleNamespace(place=SimpleNamespace(on_host=True), device=None),
+        parts=SimpleNamespace(ranks=SimpleNamespace(number=0)),
+        config=SimpleNamespace(answering_rank=1, ranks_per_node=1),
         ready=None,
     )
     context = zmq.Context()

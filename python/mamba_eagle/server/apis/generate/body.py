@@ -65,6 +65,9 @@ class GenerateBody(Served):
     )
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
+    return_routed_experts: Annotated[Any, FLAGS] = says(
+        "the experts of each token, with `--enable-return-routed-experts`"
+    )
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
     HARMLESS = frozenset(("model",))  # gateways add "unknown"; lora_path chooses here
@@ -112,6 +115,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 token_ids=token_ids,
                 sample_rids=sample_rids,
                 return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
+                return_routed_experts=_asks_for_experts(body, i, count, state),
                 adapter=_read_adapter(body, i, count, state),
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
@@ -264,6 +268,14 @@ def _read_adapter(body: GenerateBody, i: int, count: int, state: ServerState) ->
     if name and name not in state.adapters:
         raise RequestError.about("lora_path", name, state.loaded_adapters)
     return str(name)
+
+
+def _asks_for_experts(body: GenerateBody, i: int, count: int, state: ServerState) -> bool:
+    asks = bool(_own(body, "return_routed_experts", kinds.FLAG, i, count))
+    if asks and not state.config.enable_return_routed_experts:
+        remedy = "needs a server with --enable-return-routed-experts"
+        raise RequestError.about("return_routed_experts", asks, remedy)
+    return asks
 
 
 def _read_logprobs(

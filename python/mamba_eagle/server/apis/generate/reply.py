@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,6 +93,8 @@ class Reply:
             new = sample.traces[self._told_traces :]
             meta["spec_trace"] = [step_dict(trace, self._name) for trace in new]
             self._told_traces = len(sample.traces)
+        if sample.prompt.return_routed_experts and sample.finish is not None:
+            meta["routed_experts"] = base64.b64encode(sample.routed_experts).decode()
         if sample.prompt.return_logprob:
             self.take_logprobs()
             for side in ("input", "output"):

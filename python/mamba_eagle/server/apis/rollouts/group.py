@@ -207,11 +207,14 @@ async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk:
         chunk_bytes=chunk,
     )
     waits = incoming.begun or state.paused
+    incoming.receiving += 1
     try:
         await answered(state.manager.ask.ranks(task))
     except RequestError as error:
         incoming.fail(str(error) if waits else "")
         raise
+    finally:
+        incoming.receiving -= 1
     if waits:
         return f"{len(tensors)} tensors are here; the weights change when all are"
     await finish(state)
@@ -223,6 +226,8 @@ async def finish(state: ServerState) -> None:
 
     Raises: RequestError; the weights are the old ones, and what was received is gone.
     """
+    if state.incoming.receiving:
+        raise RequestError("tensors are still being received: wait for the answers to those calls")
     incoming, state.incoming = state.incoming, Incoming()
     if not incoming.folders:
         return
