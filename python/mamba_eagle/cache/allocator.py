@@ -47,6 +47,13 @@ class SlotAllocator:
             self._marks[np.frombuffer(slots, dtype=np.int32)] = 0
         return slots
 
+    def claim(self, slots: Indices) -> None:
+        """Hands out these ids, which are free."""
+        ids = np.frombuffer(slots, dtype=np.int32)
+        self._marks[ids] = 0
+        left = np.flatnonzero(self._marks)[::-1]
+        self._free = indices(left.astype(np.int32).tobytes())
+
     def free(self, slots: Iterable[int]) -> None:
         """Takes the ids back. Raises: SlotError at the first that is free already or unknown."""
         slots = indices(slots)

@@ -190,3 +190,20 @@ class CacheWatcher:
     def journal_dropped(self, journal: Journal) -> None: ...
 
     def cleared(self) -> None: ...
+
+
+class CacheBelow:
+    """What keeps for a RadixCache what that has no room for. Told before each change; here: no one
+    keeps anything."""
+
+    def state_came(self, node: Node) -> None:
+        """The node gets a state, or had one and was given another."""
+
+    def state_goes(self, node: Node) -> None:
+        """The node's state, with the journals that begin there, is about to be evicted."""
+
+    def leaf_goes(self, leaf: Node) -> None:
+        """The leaf is about to be evicted, with its state and what journals have of its tokens."""
+
+    def flushed(self) -> None:
+        """All nodes are gone."""
