@@ -103,7 +103,7 @@ def _all(blocks: Blocks) -> list[int]:
 def tiered_server(config, runner: TieredRunner, rng: random.Random) -> Server:
     """A load pays for any token that it saves, so that short prompts have loads."""
     server = Server(config, runner, rng)
-    for passage in server.scheduler.tiers._passages:
+    for passage in server.scheduler.tiers.passages:
         passage.min_gain = 1
     return server
 

@@ -28,7 +28,7 @@ class CacheTiers:
         min_gains: tuple[int, int] = MIN_GAINS,
     ) -> None:
         self._numbers: Iterator[int] = count(1)
-        self._passages: list[Passage] = []  # from the top
+        self.passages: list[Passage] = []  # from the top
         self._arrived: list[int] = []
         self._empties_disk = False
         self.num_started = 0  # loads
@@ -40,14 +40,14 @@ class CacheTiers:
                 disk = Tier(2, sizes.disk_units, sizes, draft_states)
                 self.labels = Labels(disk)
                 self._numbers = count(self.labels.restore(sizes.disk_log))
-            self._passages.append(FromDevice(slots, host, min_gains[0], on_disk, self._numbers))
+            self.passages.append(FromDevice(slots, host, min_gains[0], on_disk, self._numbers))
             if on_disk:
-                self._passages.append(Passage(host, disk, min_gains[1], True, self.labels))
+                self.passages.append(Passage(host, disk, min_gains[1], True, self.labels))
 
     @property
     def in_flight(self) -> bool:
         """Whether a copy is to be answered."""
-        return any(passage.transfers for passage in self._passages)
+        return any(passage.transfers for passage in self.passages)
 
     def fetch(
         self, tokens: Tokens, limit: int, salt: int, above: int, keep: Collection[int]
@@ -56,12 +56,12 @@ class CacheTiers:
         what comes up; starts it if a lower tier has more.
 
         limit: the deepest position that is of use. keep: state slots that must not be evicted."""
-        for passage in self._passages:
+        for passage in self.passages:
             for load in passage.loads():
                 if load.serves(tokens, limit, salt) - above >= passage.min_gain:
                     return True
-        for place, passage in reversed(list(enumerate(self._passages))):  # the lowest first
-            over = [each.reach(tokens, limit, salt).position for each in self._passages[:place]]
+        for place, passage in reversed(list(enumerate(self.passages))):  # the lowest first
+            over = [each.reach(tokens, limit, salt).position for each in self.passages[:place]]
             hit = passage.reach(tokens, limit, salt)
             if passage.load(tokens, hit, max(above, *over, 0), keep, self._numbers):
                 self.num_started += 1
@@ -70,13 +70,13 @@ class CacheTiers:
 
     def write_down(self) -> None:
         """Before a plan is built: what is new goes down, where there is room."""
-        for passage in self._passages:
+        for passage in self.passages:
             passage.write_down(self._numbers, MAX_WRITTEN)
 
     def take_copies(self) -> list[TierCopy]:
         """For the plan that is being built, in the order of their numbers."""
-        copies = [copy for passage in self._passages for copy in passage.copies]
-        for passage in self._passages:
+        copies = [copy for passage in self.passages for copy in passage.copies]
+        for passage in self.passages:
             passage.copies = []
         return sorted(copies, key=lambda copy: copy.number)
 
@@ -92,12 +92,12 @@ class CacheTiers:
         """Copies have ended, or failed."""
         for numbers, worked in ((copied, True), (lost, False)):
             for number in numbers:
-                if any(passage.end(number, worked) for passage in self._passages) and worked:
+                if any(passage.end(number, worked) for passage in self.passages) and worked:
                     self._arrived.append(number)
 
     def flush(self) -> None:
         """Forgets all, also on disk. Nothing is under way."""
-        for passage in reversed(self._passages):
+        for passage in reversed(self.passages):
             passage.flush()
         self._empties_disk = self.labels is not None
 
@@ -105,7 +105,7 @@ class CacheTiers:
 
     @property
     def coming(self) -> Coming:
-        loads = list(self._passages[0].loads()) if self._passages else []
+        loads = list(self.passages[0].loads()) if self.passages else []
         journals = sum(load.journal >= 0 for load in loads)
         return Coming(sum(len(load.kv) for load in loads), len(loads), journals)
 
@@ -132,11 +132,11 @@ class CacheTiers:
         return lost
 
     def _by_name(self) -> Iterator[tuple[str, Passage]]:
-        return zip(("host", "disk"), self._passages)
+        return zip(("host", "disk"), self.passages)
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError if a tier's units do not add up."""
-        for passage, below in zip_longest(self._passages, self._passages[1:]):
+        for passage, below in zip_longest(self.passages, self.passages[1:]):
             coming = below.loads() if below is not None else ()
             passage.lower.check_integrity(
                 sum(passage.lower.num_units(load.kv, load.journal) for load in coming)
