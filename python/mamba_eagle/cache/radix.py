@@ -133,7 +133,10 @@ class RadixCache(PrefixTree):
         """Gives the cache the rows of tokens [position, end) of the prefix that ends at ``node``,
         or at a node below ``end``. Returns False, and the slot stays the caller's, if there is no
         state at ``position`` or if it has a journal of these tokens already."""
-        return self.journals.attach(node, position, slot, end)
+        took = self.journals.attach(node, position, slot, end)
+        if took:
+            self.below.state_came(self.node_at(node, position))
+        return took
 
     def take_state(self, node: Node) -> int:
         """The state slot of a node without journals, which is the caller's from now on."""

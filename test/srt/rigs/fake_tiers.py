@@ -10,9 +10,10 @@ import random
 from copy import deepcopy
 from typing import Any
 
+import msgspec
 from fake_runner import FakeRunner, Server
 
-from mamba_eagle.cache.tiers import tiers as cache_tiers
+from mamba_eagle.cache.tiers.disk_log import SUM_BYTES, Label, Record
 from mamba_eagle.message import Blocks, Plan, StepResult, TierCopy, TierSizes
 
 
@@ -34,7 +35,8 @@ class TieredRunner(FakeRunner):
             2: [None] * sizes.disk_units,
         }
         self.under_way: dict[int, bool] = {}  # whether it works, by number
-        self.loads = 0
+        self.loads = self.emptied = 0
+        self.records: list[Record] = []  # what a real one would have logged
 
     def execute(self, plan: Plan) -> StepResult:
         result = super().execute(plan)
@@ -45,6 +47,7 @@ class TieredRunner(FakeRunner):
         return result
 
     def leave(self, plan: Plan) -> None:
+        self.emptied += plan.empties_disk
         for copy in plan.copies:
             if copy.source.tier == 0:
                 self._to_units(copy.target, self._read(copy.source))
@@ -57,6 +60,9 @@ class TieredRunner(FakeRunner):
         works = self.under_way[copy.number] = self.rng.random() >= self.lost and not damaged
         for old, new in zip(_all(copy.source), _all(copy.target), strict=True):
             target[new] = source[old] if works else "damaged"
+        if works and copy.label:
+            label = msgspec.msgpack.decode(copy.label, type=Label)
+            self.records.append(Record(label, bytes(SUM_BYTES * len(_all(copy.target)))))
 
     def come(self, plan: Plan) -> None:
         for copy in plan.copies:
@@ -106,6 +112,3 @@ def tiered_server(config, runner: TieredRunner, rng: random.Random) -> Server:
     for passage in server.scheduler.tiers.passages:
         passage.min_gain = 1
     return server
-
-
-assert cache_tiers.MIN_GAINS

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from mamba_eagle.cache.node import (
+    ADAPTED,
     CacheBelow,
     Journal,
     Match,
@@ -20,36 +20,12 @@ from mamba_eagle.cache.node import (
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.cache.slot_pools import SlotPools
 from mamba_eagle.cache.tiers.disk_log import Labels
-from mamba_eagle.cache.tiers.tier import Tier
-from mamba_eagle.message import Blocks, TierCopy
+from mamba_eagle.cache.tiers.tier import Shelf, Tier
+from mamba_eagle.message import TierCopy
 from mamba_eagle.message.indices import Indices, indices
 
-ADAPTED = 1 << 128  # in the salts of prefixes that an adapter has computed
 
-
-class Shelf(Protocol):
-    """A tier as its neighbours see it."""
-
-    number: int
-
-    @property
-    def cache(self) -> RadixCache: ...
-
-    def reserve_kv(self, count: int) -> Indices | None: ...
-
-    def reserve_state(self, keep: Collection[int] = ()) -> int | None: ...
-
-    def reserve_journal(self, keep: Collection[int] = ()) -> int | None: ...
-
-    def kv_blocks(self, slots: Indices) -> Indices:
-        """What a copy reads or writes of these KV slots."""
-
-    def state_blocks(self, slot: int) -> Indices: ...
-
-    def journal_blocks(self, slot: int) -> Indices: ...
-
-
-class Device:
+class Device(Shelf):
     """The slots' pools as the tier above all."""
 
     number = 0
@@ -63,13 +39,9 @@ class Device:
     def cache(self) -> RadixCache:
         return self.slots.cache
 
-    def kv_blocks(self, slots: Indices) -> Indices:
-        return slots if self.has_kv else indices()
-
-    def state_blocks(self, slot: int) -> Indices:
-        return indices([slot])
-
-    journal_blocks = state_blocks
+    def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:
+        rows = indices([journal] if journal >= 0 else ())
+        return indices([state] if state >= 0 else ()), rows
 
 
 @dataclass(eq=False)
@@ -164,14 +136,15 @@ class Passage(CacheBelow):
         self,
         upper: Shelf,
         lower: Tier,
+        numbers: Iterator[int],
         min_gain: int,
         eager: bool,
         labels: Labels | None = None,
     ) -> None:
-        """min_gain: tokens that a load must save. eager: what gets a state above goes down soon,
-        and not only when it is evicted. labels: for the log of a tier on disk."""
+        """numbers: of copies. min_gain: tokens that a load must save. eager: what gets a state
+        above goes down soon, and not only when it is evicted. labels: for the log of a disk."""
         self.upper, self.lower, self.min_gain, self.labels = upper, lower, min_gain, labels
-        self.eager = eager
+        self.numbers, self.eager = numbers, eager
         self.copies: list[TierCopy] = []  # not taken yet
         self.transfers: dict[int, Transfer] = {}  # by number, until they are answered
         self.fresh: dict[Node, None] = {}  # nodes that got a state above
@@ -185,50 +158,38 @@ class Passage(CacheBelow):
     def flushed(self) -> None:
         self.fresh.clear()
 
-    def write_down(self, numbers: Iterator[int], most: int) -> None:
+    def write_down(self, most: int) -> None:
         """Copies up to ``most`` states that have come since they were last looked at."""
         for node in list(self.fresh)[:most]:
             del self.fresh[node]
-            self.descend(node, numbers)
+            self.descend(node)
 
     # ── down ─────────────────────────────────────────────────────────────────────────────────
 
-    def descend(self, node: Node, numbers: Iterator[int]) -> None:
+    def descend(self, node: Node) -> None:
         """The tier below gets what it lacks of the node's state, its journals, and their KV; or
         nothing, if there is no room. A spare state is not worth it."""
         if node.state_slot < 0 or node.spare or node.end < self.min_gain:
             return
         if self.labels is not None and node.salt & ADAPTED:
             return  # the adapter's number means nothing after a restart
-        if self._send(node, node.end, node, None, numbers):
+        if self._send(node, node.end, node):
             for journal in node.journals:
-                self._send(journal.bottom, journal.end, node, journal, numbers)
+                self._send(journal.bottom, journal.end, node, journal)
 
-    def _send(
-        self,
-        bottom: Node,
-        end: int,
-        anchor: Node,
-        journal: Journal | None,
-        numbers: Iterator[int],
-    ) -> bool:
+    def _send(self, bottom: Node, end: int, anchor: Node, journal: Journal | None = None) -> bool:
         """One path: its first ``end`` tokens, and the state or the journal. Returns whether the
         tier below has the state."""
         lower, path = self.lower.cache, list(bottom.ancestors())[::-1]
         tokens = np.concatenate([part.tokens for part in path])[:end]
-        below, length = lower.walk(tokens, bottom.salt)
-        node = lower.node_at(below[-1], length) if length else lower.root
-        lower.lock(node)
+        node, length = lower.lock_common(tokens, bottom.salt)
         slot = self._reserve(node, length, end, anchor, journal)
         kv = self.lower.reserve_kv(end - length) if slot is not None else None
-        if slot is None or kv is None:
+        if slot is None or kv is None or (slot < 0 and not kv):
             if slot is not None and slot >= 0:
                 (lower.state_slots if journal is None else lower.journal_slots).free([slot])
             lower.unlock(node)
-            return False
-        if slot < 0 and not kv:
-            lower.unlock(node)
-            return True
+            return kv is not None
         sources = indices()
         for part in path:
             begin, stop = max(part.start, length), min(part.end, end)
@@ -239,17 +200,19 @@ class Passage(CacheBelow):
                 lower.lock(done.node)
                 lower.unlock(node)
                 node = done.node
-        source = Blocks(self.upper.number, self.upper.kv_blocks(sources), indices(), indices())
-        target = Blocks(self.lower.number, self.lower.kv_blocks(kv), indices(), indices())
+        source, target = self.upper.blocks(sources), self.lower.blocks(kv)
         if slot >= 0 and journal is None:
             kind: StateKind = "branch" if anchor.kind == "spare" else anchor.kind
             lower.attach_state(node, end, slot, kind, anchor.state_followed)
-            source.state = self.upper.state_blocks(anchor.state_slot)
-            target.state = self.lower.state_blocks(slot)
-        elif journal is not None and lower.attach_journal(node, anchor.end, slot, end):
-            source.journal = self.upper.journal_blocks(journal.slot)
-            target.journal = self.lower.journal_blocks(slot)
-        copy = TierCopy(next(numbers), source, target)
+            source = self.upper.blocks(sources, anchor.state_slot)
+            target = self.lower.blocks(kv, slot)
+        elif slot >= 0 and journal is not None:
+            if lower.attach_journal(node, anchor.end, slot, end):
+                source = self.upper.blocks(sources, journal=journal.slot)
+                target = self.lower.blocks(kv, journal=slot)
+            else:
+                lower.journal_slots.free([slot])
+        copy = TierCopy(next(self.numbers), source, target)
         self.copies.append(copy)
         self._sent(copy, Transfer(self, node, length, bottom), kv, anchor.end)
         return True
@@ -290,56 +253,34 @@ class Passage(CacheBelow):
         """What the tier below has of a prompt."""
         return self.lower.cache.match(tokens, limit, salt)
 
-    def load(
-        self, tokens: Tokens, hit: Match, above: int, keep: Collection[int], numbers: Iterator[int]
-    ) -> bool:
+    def load(self, tokens: Tokens, hit: Match, above: int, keep: Collection[int]) -> bool:
         """Starts to bring up what was found below. Returns whether that is worth it: it continues
         at least ``min_gain`` tokens behind ``above``, and there is room.
 
         keep: state slots above that must not be evicted."""
-        upper, salt = self.upper, hit.node.salt
+        upper, lower = self.upper, self.lower
         if hit.position - above < self.min_gain:
             return False
-        self.lower.cache.lock(below := hit.node)  # what makes room above goes down
+        lower.cache.lock(hit.node)  # what makes room above goes down
         journal = upper.reserve_journal(keep) if hit.journal >= 0 else None
         position = hit.position if journal is not None else hit.anchor
-        path, length = upper.cache.walk(tokens[:position], salt)
-        node = upper.cache.node_at(path[-1], length) if length else upper.cache.root
-        upper.cache.lock(node)
+        node, length = upper.cache.lock_common(tokens[:position], hit.node.salt)
         kv = upper.reserve_kv(position - length) if position - above >= self.min_gain else None
         state = upper.reserve_state(keep) if kv is not None else None
+        slot = -1 if journal is None else journal
         if kv is None or state is None:
-            self.lower.cache.unlock(below)
+            lower.cache.unlock(hit.node)
             upper.cache.unlock(node)
             upper.cache.kv.free(kv or ())
-            upper.cache.journal_slots.free(() if journal is None else [journal])
+            upper.cache.journal_slots.free([slot] if slot >= 0 else ())
             return False
-        anchor = self.lower.cache.node_at(below, hit.anchor)
-        source = Blocks(
-            self.lower.number,
-            self.lower.kv_blocks(hit.kv_slots[length:position]),
-            self.lower.state_blocks(hit.state_slot),
-            indices() if journal is None else self.lower.journal_blocks(hit.journal),
-        )
-        target = Blocks(
-            upper.number,
-            upper.kv_blocks(kv),
-            upper.state_blocks(state),
-            indices() if journal is None else upper.journal_blocks(journal),
-        )
-        copy = TierCopy(next(numbers), source, target)
+        below = hit.journal if slot >= 0 else -1
+        source = lower.blocks(hit.kv_slots[length:position], hit.state_slot, below)
+        copy = TierCopy(next(self.numbers), source, upper.blocks(kv, state, slot))
         self.copies.append(copy)
+        anchor, prefix = lower.cache.node_at(hit.node, hit.anchor), tokens[:position].copy()
         self.transfers[copy.number] = Load(
-            self,
-            below,
-            length,
-            node,
-            tokens[:position].copy(),
-            salt,
-            anchor,
-            kv,
-            state,
-            -1 if journal is None else journal,
+            self, hit.node, length, node, prefix, hit.node.salt, anchor, kv, state, slot
         )
         self.loaded_tokens += position - above
         return True
@@ -365,14 +306,14 @@ class FromDevice(Passage):
     """
 
     def __init__(
-        self, slots: SlotPools, lower: Tier, min_gain: int, eager: bool, numbers: Iterator[int]
+        self, slots: SlotPools, lower: Tier, numbers: Iterator[int], min_gain: int, eager: bool
     ) -> None:
-        super().__init__(Device(slots, lower.has_kv), lower, min_gain, eager)
-        self.slots, self.numbers = slots, numbers
+        super().__init__(Device(slots, lower.has_kv), lower, numbers, min_gain, eager)
+        self.slots = slots
 
     def state_goes(self, node: Node) -> None:
         if not self.slots.is_folding(node.state_slot):
-            self.descend(node, self.numbers)
+            self.descend(node)
 
     def leaf_goes(self, leaf: Node) -> None:
         for node in {leaf, *(journal.node for journal in leaf.reaching)}:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.node import Node
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.message import TierSizes
+from mamba_eagle.message import Blocks, TierSizes
 from mamba_eagle.message.indices import Indices, indices
 
 MAX_FREE_TOKENS = 1 << 21  # of a tier, for models whose tokens take no units
@@ -48,16 +49,41 @@ class Pieces(SlotAllocator):
         return slots[0]
 
 
-class Tier:
-    """``number`` 1: host memory; 2: disk."""
+class Shelf(ABC):
+    """A tier as its neighbours see it."""
+
+    number: int  # 0: the device, 1: host memory, 2: disk
+    has_kv: bool  # whether tokens have keys and values
+    reserve_kv: Callable[[int], Indices | None]
+    reserve_state: Callable[[Collection[int]], int | None]  # which others must not be evicted
+    reserve_journal: Callable[[Collection[int]], int | None]
+
+    @property
+    @abstractmethod
+    def cache(self) -> RadixCache: ...
+
+    @abstractmethod
+    def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:
+        """What a copy reads or writes of a state and a journal; -1: of none."""
+
+    def blocks(self, kv: Indices, state: int = -1, journal: int = -1) -> Blocks:
+        return Blocks(self.number, kv if self.has_kv else indices(), *self.units_of(state, journal))
+
+
+class Tier(Shelf):
+    """Host memory, or disk."""
 
     def __init__(self, number: int, units: int, sizes: TierSizes, draft_states: bool) -> None:
         self.number, self.units = number, SlotAllocator(units, "unit")
         self.kv = self.units if sizes.kv_units else SlotAllocator(MAX_FREE_TOKENS, "token")
         self.states = Pieces(self.units, sizes.state_units, "state in units")
         self.journals = Pieces(self.units, sizes.journal_units, "journal in units")
-        self.cache = RadixCache(self.kv, self.states, self.journals, draft_states)
+        self._cache = RadixCache(self.kv, self.states, self.journals, draft_states)
         self.has_kv = bool(sizes.kv_units)
+
+    @property
+    def cache(self) -> RadixCache:
+        return self._cache
 
     def reserve_kv(self, count: int) -> Indices | None:
         """Units for as many tokens; None if they cannot be had."""
@@ -82,14 +108,9 @@ class Tier:
         while pool.num_free < count <= pool.total and self.cache.evict_kv(1):
             pass
 
-    def kv_blocks(self, slots: Indices) -> Indices:
-        return slots if self.has_kv else indices()
-
-    def state_blocks(self, slot: int) -> Indices:
-        return self.states.units(slot)
-
-    def journal_blocks(self, slot: int) -> Indices:
-        return self.journals.units(slot)
+    def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:
+        rows = self.journals.units(journal) if journal >= 0 else indices()
+        return self.states.units(state) if state >= 0 else indices(), rows
 
     def num_units(self, kv: Indices, journal: int) -> int:
         """Of what a copy brings: a state with this KV, and a journal or -1."""

@@ -20,29 +20,23 @@ MAX_WRITTEN = 4  # states per plan that go down before they are evicted
 class CacheTiers:
     """Says which copies a plan is to name, and learns from its result which have ended."""
 
-    def __init__(
-        self,
-        slots: SlotPools,
-        sizes: TierSizes,
-        draft_states: bool,
-        min_gains: tuple[int, int] = MIN_GAINS,
-    ) -> None:
-        self._numbers: Iterator[int] = count(1)
+    def __init__(self, slots: SlotPools, sizes: TierSizes, draft_states: bool) -> None:
         self.passages: list[Passage] = []  # from the top
         self._arrived: list[int] = []
         self._empties_disk = False
         self.num_started = 0  # loads
         self.labels: Labels | None = None
         if sizes.host_units:
+            numbers = count(1)
             host = Tier(1, sizes.host_units, sizes, draft_states)
             on_disk = bool(sizes.disk_units)
             if on_disk:
                 disk = Tier(2, sizes.disk_units, sizes, draft_states)
                 self.labels = Labels(disk)
-                self._numbers = count(self.labels.restore(sizes.disk_log))
-            self.passages.append(FromDevice(slots, host, min_gains[0], on_disk, self._numbers))
+                numbers = count(self.labels.restore(sizes.disk_log))
+            self.passages.append(FromDevice(slots, host, numbers, MIN_GAINS[0], on_disk))
             if on_disk:
-                self.passages.append(Passage(host, disk, min_gains[1], True, self.labels))
+                self.passages.append(Passage(host, disk, numbers, MIN_GAINS[1], True, self.labels))
 
     @property
     def in_flight(self) -> bool:
@@ -63,7 +57,7 @@ class CacheTiers:
         for place, passage in reversed(list(enumerate(self.passages))):  # the lowest first
             over = [each.reach(tokens, limit, salt).position for each in self.passages[:place]]
             hit = passage.reach(tokens, limit, salt)
-            if passage.load(tokens, hit, max(above, *over, 0), keep, self._numbers):
+            if passage.load(tokens, hit, max(above, *over, 0), keep):
                 self.num_started += 1
                 return True
         return False
@@ -71,7 +65,7 @@ class CacheTiers:
     def write_down(self) -> None:
         """Before a plan is built: what is new goes down, where there is room."""
         for passage in self.passages:
-            passage.write_down(self._numbers, MAX_WRITTEN)
+            passage.write_down(MAX_WRITTEN)
 
     def take_copies(self) -> list[TierCopy]:
         """For the plan that is being built, in the order of their numbers."""
