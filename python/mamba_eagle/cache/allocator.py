@@ -24,7 +24,8 @@ class SlotAllocator:
     def __init__(self, total: int, name: str = "slot") -> None:
         self.total = total
         self.name = name
-        self._free = indices(range(total - 1, -1, -1))  # a stack: the last freed is the next used
+        order = np.arange(total - 1, -1, -1, dtype=np.int32)
+        self._free = indices(order.tobytes())  # a stack: the last freed is the next used
         self._is_free = bytearray(b"\x01") * total
         self._marks = np.frombuffer(self._is_free, dtype=np.uint8)  # the same memory
 

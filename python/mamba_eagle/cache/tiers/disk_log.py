@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from mamba_eagle.cache.node import Node, StateKind
-from mamba_eagle.cache.tiers.tier import Pieces, Tier
+from mamba_eagle.cache.tiers.tier import MAX_FREE_TOKENS, Pieces, Tier
 from mamba_eagle.message import TierCopy
 from mamba_eagle.message.indices import indices
 
@@ -90,10 +90,7 @@ def read_log(path: str) -> Found:
 
 def live(records: Sequence[Record], num_units: int) -> list[Record]:
     """Those none of whose units a newer record uses, oldest first."""
-    taken: dict[bool, np.ndarray] = {
-        True: np.zeros(num_units, dtype=bool),
-        False: np.zeros(max((_last(each) for each in records), default=0) + 1, dtype=bool),
-    }
+    taken = {True: np.zeros(num_units, dtype=bool), False: np.zeros(MAX_FREE_TOKENS, dtype=bool)}
     kept: list[Record] = []
     for record in reversed(records):
         label = record.label
@@ -108,10 +105,6 @@ def live(records: Sequence[Record], num_units: int) -> list[Record]:
             taken[True][own] = taken[has_units][tokens] = True
             kept.append(record)
     return kept[::-1]
-
-
-def _last(record: Record) -> int:
-    return max(np.frombuffer(record.label.kv, dtype=np.int32), default=0)
 
 
 class Labels:

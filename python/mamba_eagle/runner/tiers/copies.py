@@ -66,6 +66,8 @@ class TierCopies:
         kind = HostUnits if place.on_host else PinnedUnits
         self.host = kind(sizes.host_units, unit_bytes, place)
         self.thread = ThreadPoolExecutor(1, "disk cache")
+        if disk is not None:
+            self.thread.submit(disk.restore)
         self.launched: dict[int, Launch] = {}
         self.written = place.timestamp()  # the newest copy to the host
 

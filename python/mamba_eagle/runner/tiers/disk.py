@@ -65,7 +65,8 @@ class DiskUnits:
             self._units = self._open(folder / "units", os.O_RDWR)
             os.ftruncate(self._units, count * unit_bytes)  # takes space as it is written
             self.sums = np.zeros((count, SUM_BYTES), dtype=np.uint8)
-            self._compact()
+            self._compact_at = MIN_LOG
+            self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise ConfigError([f"--cache-dir {shown(cache_dir)}: {error}"]) from error
 
@@ -73,17 +74,20 @@ class DiskUnits:
     def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
-    def _compact(self) -> None:
-        """The log without what newer records have overwritten, and the sums of what is left."""
-        os.close(self._open(self.log, os.O_RDWR))  # an empty one, if there is none
-        records = live(read_log(str(self.log)).records, self.count)
-        fresh = self.log.with_suffix(".new")
-        with open(self._open(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-            for record in records:
-                file.write(framed(record))
-                sums = np.frombuffer(record.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
-                self.sums[units_of(record)] = sums
-        fresh.rename(self.log)
+    def restore(self) -> None:
+        """The sums of what is there, and a log without what newer records have overwritten. To be
+        called first, and again when the log has grown."""
+        found = read_log(str(self.log))
+        records = live(found.records, self.count)
+        for record in records:
+            sums = np.frombuffer(record.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+            self.sums[units_of(record)] = sums
+        if found.ignored or len(records) < len(found.records):
+            fresh = self.log.with_suffix(".new")
+            with open(self._open(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.writelines(map(framed, records))
+            fresh.rename(self.log)
+        os.close(self._log)
         self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
         self._compact_at = max(MIN_LOG, 2 * self.log.stat().st_size)
 
@@ -103,8 +107,7 @@ class DiskUnits:
             os.ftruncate(self._log, size)
             raise OSError(f"{self.log}: no room for the whole record")
         if size > self._compact_at:
-            os.close(self._log)
-            self._compact()
+            self.restore()
 
     def read(self, units: Indices, rows: Tensor) -> None:
         """Into rows [n, unit bytes] uint8 on the host. Raises: OSError, or DamagedUnits."""

@@ -126,7 +126,9 @@ def label_of(blocks: Blocks) -> bytes:
 
 
 def disk_in(folder: Path, fingerprint: str = "0" * 32) -> DiskUnits:
-    return DiskUnits(str(folder), fingerprint, 20, UNIT)
+    disk = DiskUnits(str(folder), fingerprint, 20, UNIT)
+    disk.restore()
+    return disk
 
 
 def rows_of(seed: int) -> torch.Tensor:
