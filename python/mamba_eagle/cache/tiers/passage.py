@@ -113,13 +113,18 @@ class Load(Transfer):
         done = cache.insert(self.upper, new, self.kv, self.salt, self.lower.followed)
         cache.kv.free(self.kv[: len(self.kv) - done.taken])
         anchor, node = self.anchor, done.node
-        if not cache.attach_state(node, anchor.end, self.state, anchor.kind, anchor.state_followed):
+        above = cache.node_at(node, anchor.end)
+        # In a tier of units, another copy may read what would be replaced.
+        is_read = self.passage.upper.number > 0 and above.locks > 0
+        if (is_read and above.state_slot >= 0) or not cache.attach_state(
+            node, above.end, self.state, anchor.kind, anchor.state_followed
+        ):
             cache.state_slots.free([self.state])
-        if self.journal >= 0:
-            above = cache.node_at(node, anchor.end)
-            is_read = self.passage.upper.number > 0 and above.journals and above.locks
-            if is_read or not cache.attach_journal(node, above.end, self.journal, self.position):
-                self._free_journal(cache)
+        if self.journal >= 0 and (
+            (is_read and above.journals)
+            or not cache.attach_journal(node, above.end, self.journal, self.position)
+        ):
+            self._free_journal(cache)
 
     def _free_journal(self, cache: RadixCache) -> None:
         if self.journal >= 0:
