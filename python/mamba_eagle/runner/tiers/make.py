@@ -25,6 +25,7 @@ SAMPLE = 1 << 12  # bytes
 SAMPLES = 256  # per file
 # What slots hold depends on these, besides weights and shapes.
 SETTINGS = (
+    "load_format",
     "dtype",
     "kv_cache_dtype",
     "mamba_ssm_dtype",
