@@ -51,7 +51,7 @@ class KVPool:
         self.v = self.k if shared else zeros(*shape, dtype=self.k.dtype, device=device)
         # the same bytes, in a dtype that can be indexed on every device
         bits = torch.uint8 if self.k.dtype == E4M3 else self.k.dtype
-        self._bits = [part.view(bits) for part in ([self.k] if shared else [self.k, self.v])]
+        self.bits = [part.view(bits) for part in ([self.k] if shared else [self.k, self.v])]
 
     @property
     def num_layers(self) -> int:
@@ -59,17 +59,17 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write keys and values. slots [n] int64, KV slots; k, v [n, kv_heads, D]."""
-        for pool, new in zip(self._bits, (k, v)):
+        for pool, new in zip(self.bits, (k, v)):
             pool[layer].index_copy_(0, slots, self._stored(new))
 
     def write_layers(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write those of all layers: k, v [layers, n, kv_heads, D]."""
-        for pool, new in zip(self._bits, (k, v)):
+        for pool, new in zip(self.bits, (k, v)):
             pool.index_copy_(1, slots, self._stored(new))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy those of all layers from KV slots to others: [n] int64 each."""
-        for pool in self._bits:
+        for pool in self.bits:
             pool.index_copy_(1, targets, pool.index_select(1, sources))
 
     def _stored(self, new: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ class KVPool:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D], ``dtype``."""
         flat, shape = slots.reshape(-1), (*slots.shape, *self.k.shape[2:])
-        bits = (pool[layer].index_select(0, flat).view(shape) for pool in self._bits)
+        bits = (pool[layer].index_select(0, flat).view(shape) for pool in self.bits)
         parts = [part.view(self.k.dtype).to(self.dtype) for part in bits]
         return parts[0], parts[-1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self._bits)
+        return sum(part.nbytes for part in self.bits)
 
 
 class StatePool:

@@ -24,7 +24,8 @@ class SlotAllocator:
     def __init__(self, total: int, name: str = "slot") -> None:
         self.total = total
         self.name = name
-        self._free = indices(range(total - 1, -1, -1))  # a stack: the last freed is the next used
+        order = np.arange(total - 1, -1, -1, dtype=np.int32)
+        self._free = indices(order.tobytes())  # a stack: the last freed is the next used
         self._is_free = bytearray(b"\x01") * total
         self._marks = np.frombuffer(self._is_free, dtype=np.uint8)  # the same memory
 
@@ -46,6 +47,13 @@ class SlotAllocator:
         else:
             self._marks[np.frombuffer(slots, dtype=np.int32)] = 0
         return slots
+
+    def claim(self, slots: Indices) -> None:
+        """Hands out these ids, which are free."""
+        ids = np.frombuffer(slots, dtype=np.int32)
+        self._marks[ids] = 0
+        left = np.flatnonzero(self._marks)[::-1]
+        self._free = indices(left.astype(np.int32).tobytes())
 
     def free(self, slots: Iterable[int]) -> None:
         """Takes the ids back. Raises: SlotError at the first that is free already or unknown."""

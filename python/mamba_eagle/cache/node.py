@@ -39,13 +39,17 @@ def child_key(salt: int, token: int) -> int:
     return salt << 32 | token
 
 
+ADAPTED = 1 << 128  # in the salts of prefixes that an adapter has computed
+
+
 def salt_number(salt: str, adapter: int = 0) -> int:
     """Distinct for each salt and each adapter, by its number from 1 on, for all that can be
     computed; 0 for none."""
     if not salt and not adapter:
         return 0
     kind = adapter.to_bytes(8, "big") if adapter else b""
-    return int.from_bytes(blake2b(salt.encode(), digest_size=16, person=kind).digest(), "big")
+    digest = blake2b(salt.encode(), digest_size=16, person=kind).digest()
+    return int.from_bytes(digest, "big") | (ADAPTED if adapter else 0)
 
 
 class Node:
@@ -190,3 +194,19 @@ class CacheWatcher:
     def journal_dropped(self, journal: Journal) -> None: ...
 
     def cleared(self) -> None: ...
+
+
+class CacheBelow:
+    """What keeps for a RadixCache what that has no room for. Here: no one keeps anything."""
+
+    def state_came(self, node: Node) -> None:
+        """The node gets a state, or its state a journal."""
+
+    def state_goes(self, node: Node) -> None:
+        """The node's state, with the journals that begin there, is about to be evicted."""
+
+    def leaf_goes(self, leaf: Node) -> None:
+        """The leaf is about to be evicted, with its state and what journals have of its tokens."""
+
+    def flushed(self) -> None:
+        """All nodes are gone."""

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.journals import CachedJournals
-from mamba_eagle.cache.node import Fold, Match, Node, StateKind, Tokens
+from mamba_eagle.cache.node import CacheBelow, Fold, Match, Node, StateKind, Tokens
 from mamba_eagle.cache.pins import Pin, Pins
 from mamba_eagle.cache.states import CachedStates
 from mamba_eagle.cache.tree import PrefixTree
@@ -47,6 +47,7 @@ class RadixCache(PrefixTree):
         self.draft_states = draft_states
         self.state_slots = state_slots
         self.journal_slots = journal_slots or SlotAllocator(0, "journal slot")
+        self.below = CacheBelow()
         self.evicted_kv = self.evicted_states = 0  # slots since the start; a flush does not count
         super().__init__(kv)
 
@@ -124,13 +125,18 @@ class RadixCache(PrefixTree):
 
         A spare state is one that no request is known to ask for, so it is evicted before all others
         until it is hit for the first time."""
-        return self.states.attach(self.node_at(node, position), slot, kind, followed)
+        node = self.node_at(node, position)
+        self.below.state_came(node)
+        return self.states.attach(node, slot, kind, followed)
 
     def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:
         """Gives the cache the rows of tokens [position, end) of the prefix that ends at ``node``,
         or at a node below ``end``. Returns False, and the slot stays the caller's, if there is no
         state at ``position`` or if it has a journal of these tokens already."""
-        return self.journals.attach(node, position, slot, end)
+        took = self.journals.attach(node, position, slot, end)
+        if took:
+            self.below.state_came(self.node_at(node, position))
+        return took
 
     def take_state(self, node: Node) -> int:
         """The state slot of a node without journals, which is the caller's from now on."""
@@ -167,18 +173,24 @@ class RadixCache(PrefixTree):
         freed = 0
         while freed < count and (leaf := self.leaves.first()) is not None:
             freed += len(leaf.kv_slots)
-            if leaf.state_slot >= 0:
-                self._drop_state(leaf)
-            self.journals.shorten(leaf)
-            self.remove_leaf(leaf)
+            self.below.leaf_goes(leaf)
+            self.remove(leaf)
         self.evicted_kv += freed
         return freed
+
+    def remove(self, leaf: Node) -> None:
+        """A leaf that is not locked, with what is on it."""
+        if leaf.state_slot >= 0:
+            self._drop_state(leaf)
+        self.journals.shorten(leaf)
+        self.remove_leaf(leaf)
 
     def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         """Frees up to ``count`` state slots that are not in ``keep``; returns how many. The KV of
         their prefixes stays."""
         freed = 0
         while freed < count and (node := self.states.least(keep)) is not None:
+            self.below.state_goes(node)
             self._drop_state(node)
             freed += 1
         return freed
@@ -210,6 +222,7 @@ class RadixCache(PrefixTree):
             self.journal_slots.free(journal.slot for journal in node.journals)
         self.reset()
         self.watcher.cleared()
+        self.below.flushed()
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers if the counters disagree with the tree."""

@@ -119,6 +119,10 @@ class SlotPools:
         folds, self._folds = self._folds, []
         return folds
 
+    def is_folding(self, state_slot: int) -> bool:
+        """Whether the plan that is being built brings that state forward: it is not there yet."""
+        return any(fold.state_slot == state_slot for fold in self._folds)
+
     def reserve_tree(self, num_nodes: int) -> Indices | None:
         """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
         nothing is evicted, if that many are not available."""

@@ -120,6 +120,17 @@ class HeldSlots:
         return own + (0 if self.trail is None else len(self.trail.journals))
 
 
+class Coming(NamedTuple):
+    """Slots that wait for what comes from a lower tier of the cache."""
+
+    kv: int = 0
+    states: int = 0
+    journals: int = 0
+
+
+NOTHING_COMES = Coming()
+
+
 class Released(NamedTuple):
     """What the cache has of a request that has left."""
 
@@ -312,7 +323,10 @@ class Slots(SlotPools):
         return True
 
     def check_integrity(
-        self, held: Iterable[HeldSlots] = (), trees: Iterable[Sequence[int]] = ()
+        self,
+        held: Iterable[HeldSlots] = (),
+        trees: Iterable[Sequence[int]] = (),
+        coming: Coming = NOTHING_COMES,
     ) -> None:
         """Raises: RuntimeError with numbers, unless free + cached + held = total everywhere.
 
@@ -323,6 +337,7 @@ class Slots(SlotPools):
         trails = sum(each.trail is not None for each in held)
         if trails != self.num_trails:
             raise RuntimeError(f"{self.num_trails} trails are counted, but requests have {trails}")
-        held_kv = sum(each.num_own_kv for each in held) + sum(map(len, trees))
-        states = sum(each.num_states for each in held)
-        self.check_sums(held_kv, states, sum(each.num_journals for each in held), len(held))
+        kv = sum(each.num_own_kv for each in held) + sum(map(len, trees)) + coming.kv
+        states = sum(each.num_states for each in held) + coming.states
+        journals = sum(each.num_journals for each in held) + coming.journals
+        self.check_sums(kv, states, journals, len(held))

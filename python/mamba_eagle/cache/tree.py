@@ -138,6 +138,13 @@ class PrefixTree:
             part.locks += 1
         self.leaves.remove(node)
 
+    def lock_common(self, tokens: Tokens, salt: int) -> tuple[Node, int]:
+        """Locks what is cached of these tokens: its node, and how many there are."""
+        path, length = self.walk(tokens, salt)
+        node = self.node_at(path[-1], length) if length else self.root
+        self.lock(node)
+        return node, length
+
     def unlock(self, node: Node) -> None:
         """Undoes one ``lock``."""
         for part in node.ancestors():

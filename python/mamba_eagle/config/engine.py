@@ -10,6 +10,7 @@ from mamba_eagle.config.drafting import DraftSettings
 from mamba_eagle.config.flags import Settings, setting
 from mamba_eagle.config.memory import MambaSettings, MemorySettings
 from mamba_eagle.config.model import ModelSettings, RankSettings
+from mamba_eagle.config.tiers import TierSettings
 from mamba_eagle.drafters import DRAFTERS
 
 
@@ -31,6 +32,7 @@ class EngineConfig(
     AdapterSettings,
     DraftSettings,
     MambaSettings,
+    TierSettings,
     MemorySettings,
     RankSettings,
     ModelSettings,
@@ -51,6 +53,7 @@ class EngineConfig(
         for flag, kind in self.quantizations.items():
             wrong += self.products_missing(flag, kind)
         wrong += self.sum_problems(self.device)
+        wrong += self.tier_problems(self, self)
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter and drafter.needs_folder and not self.speculative_draft_model_path:
             wrong.append(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
@@ -75,6 +75,13 @@ class StepPart(NamedTuple):
     longest: int = 0  # most entries that a request's drafter processes before drafting
 
 
+class CachedPools(NamedTuple):
+    """A drafter's own."""
+
+    kv: KVPool | None = None
+    states: StatePool | None = None
+
+
 class Drafter:
     """Proposes a tree for each request and follows the accepted tokens. What a drafter has no use
     for it leaves as it is here.
@@ -114,6 +121,10 @@ class Drafter:
         tokens [n], features [n, F]; before [items, F]: the feature of the token before each chunk
         (zeros if the chunk starts at position 0).
         """
+
+    def cached_pools(self) -> CachedPools:
+        """Where it has what the prefix cache keeps for it, by the same slots as the target."""
+        return CachedPools()
 
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
         """Copy its keys and values, if it has any, from some KV slots to others: [n] int64 each."""

@@ -16,7 +16,7 @@ from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
@@ -165,6 +165,9 @@ class ModelDrafter(QueueingDrafter):
             for save in item.saves:
                 self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
             self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
+
+    def cached_pools(self) -> CachedPools:
+        return CachedPools(self.kv, self.pool)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         device_slots, queue = self.place.to_device(slots), self.entries

@@ -11,7 +11,7 @@ from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.core import PLAIN, TreeShape
-from mamba_eagle.drafting.base import Drafter, StepPart
+from mamba_eagle.drafting.base import CachedPools, Drafter, StepPart
 
 
 class Kept(NamedTuple):
@@ -104,6 +104,9 @@ class QueueingDrafter(Drafter):
     left_waiting = 0  # entries that ``catch_up`` leaves pending
     kv: KVPool
     waiting: Waiting
+
+    def cached_pools(self) -> CachedPools:
+        return CachedPools(self.kv)
 
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
         self.kv.copy(sources, targets)

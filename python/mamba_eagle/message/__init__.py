@@ -333,6 +333,8 @@ class CacheUse(msgspec.Struct, kw_only=True):
     saved_tokens: dict[str, int] = {}  # prompt tokens that they need not run
     evicted_states: int = 0
     evicted_tokens: int = 0  # KV slots
+    loaded_tokens: dict[str, int] = {}  # prompt tokens that came from lower tiers, by tier
+    lost_copies: dict[str, int] = {}  # what could not be copied or read there, by tier
 
 
 class StateReply(Message):
@@ -509,6 +511,32 @@ class AdapterCopy(msgspec.Struct, array_like=True):
     number: int
 
 
+class Blocks(msgspec.Struct, array_like=True):
+    """What a copy reads or writes in one tier of the prefix cache, of consecutive tokens.
+
+    On the device these are slots; in a lower tier they are units of its memory, of which a state
+    and a journal take several.
+    """
+
+    tier: int  # 0: the device, 1: host memory, 2: disk
+    kv: Indices  # one per token; empty: no keys and values are copied
+    state: Indices  # empty: no state
+    journal: Indices  # empty: no rows
+
+
+class TierCopy(msgspec.Struct, array_like=True):
+    """Copy blocks of the prefix cache to the tier above or below.
+
+    What leaves the device is read after the plan's releases and before all else is written; what
+    comes to it is written after the plan's moves.
+    """
+
+    number: int
+    source: Blocks
+    target: Blocks
+    label: bytes = b""  # to disk: what the tier's log says of it
+
+
 class Release(msgspec.Struct, array_like=True):
     """The request in ``slot`` has left."""
 
@@ -521,6 +549,9 @@ class Release(msgspec.Struct, array_like=True):
 class Plan(Message):
     """One step: releases first, then anchors, then prefill, then decode.
 
+    A plan without prompts and trees is answered once one of the copies that are under way has
+    ended, or after a moment.
+
     It needs the results of all steps up to ``after``, in the tables; steps between that one and
     this may still be on their way through the pipeline stages. With one stage that is of no
     consequence: plans are executed one after the other.
@@ -532,6 +563,9 @@ class Plan(Message):
     releases: list[Release] = []
     adapters: list[AdapterCopy] = []  # to slots that no request reads now
     end_trails: list[int] = []  # request slots whose output is no longer kept
+    copies: list[TierCopy] = []
+    arrived: list[int] = []  # copies whose blocks this plan and later ones may use
+    empties_disk: bool = False  # the disk tier forgets all, before any copy
     moves: list[AnchorMove] = []
     prefill: list[PrefillItem] = []
     decode: DecodeBatch | None = None
@@ -573,6 +607,17 @@ class DropAdapter(Message):
 DrafterReads = Literal["nothing", "tokens", "features"]
 
 
+class TierSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The lower tiers of the prefix cache, in units of memory; the same on all ranks."""
+
+    host_units: int = 0  # 0: there are no lower tiers
+    disk_units: int = 0
+    kv_units: int = 0  # of a token: 1, or 0 if the model has no keys and values
+    state_units: int = 1  # of a state
+    journal_units: int = 1  # of a journal slot
+    disk_log: str = ""  # file that says what the disk has
+
+
 class RunnerReady(EngineSize, kw_only=True):
     """The model is loaded."""
 
@@ -584,6 +629,7 @@ class RunnerReady(EngineSize, kw_only=True):
     moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
     drafter_reads: DrafterReads = "nothing"
     cohorts: int = 1  # groups of requests whose decode steps it executes at the same time
+    tiers: TierSizes = TierSizes()
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -636,6 +682,8 @@ class StepResult(Message):
     decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting; 0: none was
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
     num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
+    copied: list[int] = []  # copies that have ended since the last result
+    lost: list[int] = []  # those that failed: their blocks are not in the target tier
 
 
 # ── scheduler and runner → watchdog of the server process ────────────────────────────────────

@@ -45,6 +45,12 @@ GAUGES = {
     "num_free_checkpoints": "state slots that no one has",
     "num_cached_journals": "saved journals of the prefix cache",
     "num_free_journals": "journal slots that no one has",
+    "num_host_tokens": "tokens whose keys and values are in host memory (--host-cache-gb)",
+    "num_host_checkpoints": "states in host memory",
+    "host_cache_usage": "share of --host-cache-gb in use",
+    "num_disk_tokens": "tokens whose keys and values are in --cache-dir",
+    "num_disk_checkpoints": "states in --cache-dir",
+    "disk_cache_usage": "share of --disk-cache-gb in use",
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
@@ -91,15 +97,18 @@ class _OfScheduler(Collector):
                 yield gauge
 
     def _of_cache(self) -> Iterator[Metric]:
-        for name, help_text, by_kind in (
-            ("cache_hits", "requests that continued from a cached state", self.cache.hits),
-            ("cache_saved_tokens", "prompt tokens not run again", self.cache.saved_tokens),
+        cache = self.cache
+        for name, label, help_text, counts in (
+            ("cache_hits", "kind", "requests that continued from a cached state", cache.hits),
+            ("cache_saved_tokens", "kind", "prompt tokens not run again", cache.saved_tokens),
+            ("cache_loaded_tokens", "tier", "prompt tokens brought up", cache.loaded_tokens),
+            ("cache_lost_copies", "tier", "what a tier could not keep", cache.lost_copies),
         ):
             family = CounterMetricFamily(
-                PREFIX + name, f"{help_text}, by its kind", labels=["model_name", "kind"]
+                PREFIX + name, f"{help_text}, by its {label}", labels=["model_name", label]
             )
-            for kind, count in by_kind.items():
-                family.add_metric([self.model, kind], count)
+            for value, count in counts.items():
+                family.add_metric([self.model, value], count)
             yield family
         for name, help_text, count in (
             ("cache_evicted_states", "states evicted", self.cache.evicted_states),

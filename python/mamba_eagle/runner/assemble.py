@@ -15,7 +15,7 @@ from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
-from mamba_eagle.message import RunnerReady
+from mamba_eagle.message import RunnerReady, TierSizes
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
@@ -45,6 +45,7 @@ from mamba_eagle.runner.stages import (
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.runner.sums import sums_for
+from mamba_eagle.runner.tiers.make import tier_copies
 from mamba_eagle.runner.warm_up import warm_up
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -103,10 +104,11 @@ def assemble(
     step = DecodeStep(
         backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters, routing
     )
+    copies = tier_copies(config, pools, drafter, backend.place, ranks)
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
     cohorts = _num_cohorts(step, ranks)
     runner = ModelRunner(
-        Parts(config, ranks, memory, pools, step, cohorts, source is not None, captures)
+        Parts(config, ranks, memory, pools, step, cohorts, source is not None, captures, copies)
     )
     warm_up(runner)
     runner.begin_serving(_describe(runner, length))
@@ -241,6 +243,7 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
         moves_anchors=not drafter.recurrent,
         drafter_reads=drafter.reads,
         cohorts=runner.parts.cohorts,
+        tiers=runner.copies.sizes if runner.copies is not None else TierSizes(),
         details={
             "architecture": model.config.architecture,
             "model_type": model.config.model_type,

@@ -27,6 +27,7 @@ from mamba_eagle.runner.steps.decode_step import (
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
+from mamba_eagle.runner.tiers.copies import StepCopies, TierCopies
 from mamba_eagle.runner.turns import Begun, Turns, draftable
 from mamba_eagle.tree.shapes import step_shapes
 
@@ -44,6 +45,7 @@ class Parts(NamedTuple):
     cohorts: int  # groups of requests whose decode steps stages execute at the same time
     drafts: bool  # this stage has the drafter
     captures: bool  # steps can be captured in graphs, on all ranks
+    copies: TierCopies | None = None  # of lower tiers of the prefix cache, if there are any
 
 
 def checks_ranks(config: EngineConfig, plan: Plan) -> bool:
@@ -65,6 +67,7 @@ class ModelRunner:
         self.group, self.stages = parts.ranks
         self.memory, self.step, self.backend = parts.memory, step, step.backend
         self.table, self.kv, self.pool, self.scheme, self.journals = pools
+        self.copies = parts.copies
         self.drafter, self.sampling, self.chooser = step.drafter, step.sampling, step.chooser
         self.constraints, self.model, self.adapters = step.constraints, step.model, step.adapters
         if self.config.simulate_acc_len:
@@ -157,8 +160,12 @@ class ModelRunner:
             self._release(plan.releases)
         for load in plan.adapters:
             self.adapters.load(load.slot, load.number)
+        if self.copies is not None:
+            self.copies.leave(plan)
         self.journals.end_trails(plan.end_trails)
         self.journals.move(plan.moves)
+        if self.copies is not None:
+            self.copies.come(plan)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
         if prompts is not None and not self.defers:
             self.prompts.finish(prompts)
@@ -177,7 +184,8 @@ class ModelRunner:
             check_agreement(plan.step, self.table, self.scheme, self.stages, "stage")
         previous, self._ended, self._committed = self._ended, now(), plan.step
         times = Times(previous, began, decode_began, self._ended)
-        launched.append(Launched(plan.step, prompts, trees, times, self.num_compiled))
+        copies = StepCopies.of(self.copies, plan) if self.copies is not None else None
+        launched.append(Launched(plan.step, prompts, trees, times, self.num_compiled, copies))
 
     def _verify(
         self, batch: DecodeBatch, run: Run, drafted: Drafted | None
@@ -244,6 +252,8 @@ class ModelRunner:
         """Nothing may be launched afterwards; the ranks stay together."""
         self.turns.commit()
         self.steps.close()
+        if self.copies is not None:
+            self.copies.close()
         if self.compilations is not None:
             self.compilations.close()
 

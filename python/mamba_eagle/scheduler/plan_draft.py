@@ -15,6 +15,7 @@ from mamba_eagle.message import (
     Plan,
     PrefillItem,
     Release,
+    TierCopy,
 )
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
@@ -51,6 +52,9 @@ class PlanDraft:
     adapters: list[AdapterCopy] = field(default_factory=list)
     end_trails: list[int] = field(default_factory=list)  # request slots
     moves: list[AnchorMove] = field(default_factory=list)
+    copies: list[TierCopy] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)  # copies that were answered
+    empties_disk: bool = False
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[DecodeItem] = field(default_factory=list)
     untracked: list[Request] = field(default_factory=list)  # the drafter stops following them
@@ -60,7 +64,8 @@ class PlanDraft:
 
     @property
     def empty(self) -> bool:
-        return not (self.releases or self.chunks or self.decodes)
+        lower_tiers = self.copies or self.empties_disk
+        return not (self.releases or self.chunks or self.decodes or lower_tiers)
 
     def as_message(self) -> Plan:
         decode = None
@@ -77,6 +82,9 @@ class PlanDraft:
             releases=self.releases,
             adapters=self.adapters,
             end_trails=self.end_trails,
+            copies=self.copies,
+            arrived=self.arrived,
+            empties_disk=self.empties_disk,
             moves=self.moves,
             prefill=[chunk.item for chunk in self.chunks],
             decode=decode,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mamba_eagle.cache.node import Match, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
+from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
@@ -28,6 +29,7 @@ from mamba_eagle.scheduler.speculation import ShapePolicy
 
 MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
+MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 
@@ -39,10 +41,11 @@ class PrefillManager:
         config: EngineConfig,
         policy: ShapePolicy,
         slots: Slots,
+        tiers: CacheTiers,
         runner: RunnerReady,
         adapters: Adapters,
     ) -> None:
-        self.policy, self.slots, self.adapters = policy, slots, adapters
+        self.policy, self.slots, self.tiers, self.adapters = policy, slots, tiers, adapters
         self.catch_up = CatchUp(policy, slots, runner)
         # most prompt tokens in one step; stages that work at the same time get a part each
         share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
@@ -114,6 +117,8 @@ class PrefillManager:
             start = self.catch_up.start(request)
             if self._prefix_is_coming(request, start.match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
+            if self._comes_from_below(request, start, plan):
+                continue
             self.is_full = not self._admit(request, start, plan, [*holding, *admitted])
             if self.is_full:
                 break  # none may overtake it
@@ -164,6 +169,17 @@ class PrefillManager:
                 return True
         return False
 
+    def _comes_from_below(self, request: Request, start: Start, plan: PlanDraft) -> bool:
+        """A lower tier has more of its prompt, which is being copied to the device. It asks for
+        that a few times only, since others may evict what has come before it is admitted."""
+        above = (start.otherwise or start.match).position
+        if request.fetches >= MAX_FETCHES:
+            return False
+        started, limit = self.tiers.num_started, request.hit_limit
+        comes = self.tiers.fetch(request.to_prefill, limit, request.salt, above, plan.reads)
+        request.fetches += self.tiers.num_started - started
+        return comes
+
     def _admit(
         self, request: Request, start: Start, plan: PlanDraft, holding: Sequence[Request]
     ) -> bool:
@@ -187,7 +203,7 @@ class PrefillManager:
         if held is None and start.otherwise is not None:
             return self._admit(request, Start(start.otherwise, False, False), plan, holding)
         if held is None:
-            if holding or match.position == 0:
+            if holding or match.position == 0 or self.tiers.in_flight:
                 return False
             # The only state slot has the state of its own prefix: it goes on in it. If there are
             # too few KV slots beside what is cached, it starts over without.

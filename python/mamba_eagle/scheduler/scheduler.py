@@ -17,6 +17,7 @@ from collections import deque
 
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import HeldSlots, Slots
+from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
@@ -75,7 +76,10 @@ class Scheduler:
             folds_journals=runner.moves_anchors,
         )
         self.adapters = Adapters(config.adapter_slots, config.num_ranks)
-        self.prefill = PrefillManager(config, self.policy, self.slots, runner, self.adapters)
+        self.tiers = CacheTiers(self.slots, runner.tiers, draft_states=not runner.moves_anchors)
+        self.prefill = PrefillManager(
+            config, self.policy, self.slots, self.tiers, runner, self.adapters
+        )
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
@@ -219,9 +223,13 @@ class Scheduler:
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         if not self.pauses.stops_all:
+            self.tiers.write_down()
             self._schedule(plan)
-        if plan.empty:
+        plan.copies, plan.empties_disk = self.tiers.take_copies(), self.tiers.take_empties_disk()
+        asks_for_copies = self.tiers.in_flight and not self._in_flight
+        if plan.empty and not asks_for_copies:
             return None
+        plan.arrived = self.tiers.take_arrived()
         self._complete(plan)
         return plan.as_message()
 
@@ -347,6 +355,7 @@ class Scheduler:
                 f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
+        self.tiers.end(result.copied, result.lost)
         outputs = self.results.take(plan, result)
         self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs
@@ -373,7 +382,7 @@ class Scheduler:
     @property
     def holds_nothing(self) -> bool:
         """No request holds a slot, and nothing is on its way."""
-        return not (self._admitted or self._in_flight)
+        return not (self._admitted or self._in_flight or self.tiers.in_flight)
 
     @property
     def idle(self) -> bool:
@@ -385,6 +394,7 @@ class Scheduler:
         if not self.holds_nothing:
             raise RuntimeError("the cache can be flushed only while no request holds slots")
         self.slots.flush()
+        self.tiers.flush()
 
     @property
     def may_change(self) -> bool:
@@ -400,7 +410,8 @@ class Scheduler:
         """Raises: RuntimeError with numbers, unless free + cached + held = total."""
         held = [request.held for request in self._admitted if request.held is not None]
         trees = [item.tree for plan in self._in_flight for item in plan.decodes]
-        self.slots.check_integrity(held, trees)
+        self.slots.check_integrity(held, trees, self.tiers.coming)
+        self.tiers.check_integrity()
         self.adapters.check_integrity(sum(each.adapter is not None for each in self._admitted))
 
     def state(self) -> dict[str, float]:
@@ -411,10 +422,17 @@ class Scheduler:
             "num_queue_reqs": len(waiting) + len(self.pauses.later),
             "num_queue_tokens": sum(len(request.to_prefill) for request in waiting),
             **self.slots.gauges(),
+            **self.tiers.gauges(),
             **self.stats.as_dict(),
         }
 
     def cache_use(self) -> CacheUse:
         """What the prefix cache has done so far."""
         hits, saved = dict(self.stats.hits), dict(self.stats.saved_tokens)
-        return CacheUse(hits=hits, saved_tokens=saved, **self.slots.evictions())
+        return CacheUse(
+            hits=hits,
+            saved_tokens=saved,
+            loaded_tokens=self.tiers.loaded_tokens(),
+            lost_copies=self.tiers.lost_copies(),
+            **self.slots.evictions(),
+        )

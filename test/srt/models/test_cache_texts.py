@@ -1,5 +1,7 @@
 """Random requests that share, edit and continue each other's texts, on engines with small budgets,
-aborts and stops: every text is that of an engine that has neither cache nor drafts.
+aborts and stops: every text is that of an engine that has neither cache nor drafts. Half of the
+engines have lower tiers of the cache as well, and start again with what is on disk, some of it
+damaged.
 
 MAMBA_EAGLE_CHAOS_SCALE multiplies the cases, MAMBA_EAGLE_CHAOS_SEED makes others of them.
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peer_models import PEERS, make_peer
 
@@ -47,7 +51,10 @@ def peer(name: str, folder: Path) -> Path:
 def engine_of(model: Path, **settings: Any) -> OfflineEngine:
     values = {"device": "cpu", "max_total_tokens": 1500, "speculative_algorithm": "NONE"}
     config = resolve(EngineConfig(model_path=str(model), **{**values, **settings}))
-    return OfflineEngine(config, assemble(config))
+    engine = OfflineEngine(config, assemble(config))
+    for passage in engine.scheduler.tiers.passages:
+        passage.min_gain = 1  # prompts are short here
+    return engine
 
 
 class Reference:
@@ -162,8 +169,41 @@ def settings_of(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def damage(folder: Path, rng: random.Random) -> None:
+    """Flips bits in what a disk tier has left, and cuts off the end of its log."""
+    (units,) = folder.glob("*/units")
+    data = np.memmap(units, mode="r+")
+    used = np.flatnonzero(data)
+    for _ in range(min(len(used), 20)):
+        data[rng.choice(used)] ^= 1 << rng.randrange(8)
+    data.flush()
+    log = units.with_name("log")
+    os.truncate(log, rng.randint(0, log.stat().st_size))
+
+
 def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) -> None:
     settings = {**settings_of(rng), **settings}
+    if rng.random() < 0.5:
+        return run_once(model, rng, reference, settings, [])
+    with tempfile.TemporaryDirectory() as folder:
+        settings |= {"host_cache_gb": rng.choice([0.02, 0.1])}
+        if rng.random() < 0.7:
+            settings |= {"cache_dir": folder, "disk_cache_gb": rng.choice([0.02, 0.2])}
+        texts: list[list[int]] = []
+        for _ in range(2):
+            run_once(model, rng, reference, settings, texts)
+            if "cache_dir" in settings and rng.random() < 0.3:
+                damage(Path(folder), rng)
+
+
+def run_once(
+    model: Path,
+    rng: random.Random,
+    reference: Reference,
+    settings: dict[str, Any],
+    texts: list[list[int]],
+) -> None:
+    """texts: of the engine before, and then of this one."""
     if settings.get("speculative_algorithm", "NONE") != "NONE":
         steps = rng.randint(1, 4)
         topk = rng.choice([1, 2, 3])
@@ -175,7 +215,9 @@ def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) 
             "speculative_adaptive": rng.random() < 0.5,
         }
     try:
-        session = Session(engine_of(model, **settings), reference, rng)
+        engine = engine_of(model, **settings)
+        session = Session(engine, reference, rng)
+        session.texts += texts
         if rng.random() < 0.5:
             session.track_some()
         for number in range(CASES):
@@ -183,9 +225,14 @@ def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) 
         session.finish()
     except AssertionError as error:
         raise AssertionError(f"with {settings}: {error}") from error
+    texts += session.texts
+    engine.runner.retire()
     scheduler = session.engine.scheduler
     COUNTS["requests"] += CASES
     COUNTS["journal hits"] += scheduler.cache_use().hits["journal"]
+    for tier, tokens in scheduler.cache_use().loaded_tokens.items():
+        COUNTS[f"tokens from {tier}"] += tokens
+    COUNTS["lost copies"] += sum(scheduler.cache_use().lost_copies.values())
     COUNTS["retractions"] += int(scheduler.state()["num_retracted_reqs"])
     COUNTS["ended early"] += len(session.stopped)
 

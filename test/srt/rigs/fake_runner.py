@@ -185,6 +185,7 @@ class FakeRunner:
         self.tracked = 0  # number of tracked requests so far
         self.decode_steps: Counter[str] = Counter()  # by name of the shape
         self.faults: dict[int, Fault] = {}  # by seed of the request
+        self.tiered = False  # whether there are lower tiers of the cache
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
@@ -198,7 +199,7 @@ class FakeRunner:
         """All but what depends on the tokens that the target takes."""
         assert plan.step == self.last_step + 1, "plans must be numbered in order"
         self.last_step = plan.step
-        assert plan.releases or plan.prefill or plan.decode, "an empty plan"
+        assert plan.releases or plan.prefill or plan.decode or self.tiered, "an empty plan"
         for slot in plan.untrack:
             assert self.slots[slot].tracked, "untracked twice"
             self.slots[slot].tracked = False
@@ -209,6 +210,7 @@ class FakeRunner:
             kept = (release.keep_to, slot.state_slot, slot.tokens, slot.table)
             self.drafter.release(release.slot, *kept)
             self._release(release.slot, release.fold_to)
+        self.leave(plan)
         for ended in plan.end_trails:
             assert self.slots[ended].trail >= 0, "a trail ended twice"
             self.slots[ended].trail = -1
@@ -220,6 +222,7 @@ class FakeRunner:
             state = self._replay(move.journal, move.state_slot)
             self.state_slots[move.state_slot] = state
             self.moves += 1
+        self.come(plan)
         self.tracked += sum(item.is_first and item.track for item in plan.prefill)
         written: list[int] = []
         for item in plan.prefill:
@@ -248,6 +251,12 @@ class FakeRunner:
         if plan.decode is not None:
             self._verify(plan.decode)
         return prefill
+
+    def leave(self, plan: Plan) -> None:
+        """Copies to lower tiers of the cache."""
+
+    def come(self, plan: Plan) -> None:
+        """Copies from them."""
 
     def _write_row(self, journal: int, prefix: tuple[int, ...]) -> None:
         self.journals[journal][(len(prefix) - 1) % self.ready.journal_rows] = prefix

@@ -16,6 +16,7 @@ from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
 from mamba_eagle.runner.steps.routing import as_bytes
+from mamba_eagle.runner.tiers.copies import Ended, StepCopies
 from mamba_eagle.tree.tree import Tree
 
 NO_EXPERTS: Mapping[int, Tensor] = {}
@@ -115,20 +116,23 @@ class Launched:
         trees: PendingDecode | None,
         times: Times,
         num_compiled: int = 0,
+        copies: StepCopies | None = None,
     ) -> None:
         """num_compiled: kernels and graphs that were made since the runner was ready."""
+        self.copies = copies
         self.number, self.prompts, self.trees, self.times = number, prompts, trees, times
         self.num_compiled = num_compiled
 
     @property
     def done(self) -> bool:
         """Whether ``result`` returns without waiting."""
-        return self.times.ended.reached
+        return self.times.ended.reached and (self.copies is None or self.copies.reached)
 
     def result(self) -> StepResult:
         """Wait for the device and return the results, in the plan's order. Times in seconds."""
         times = self.times
         times.ended.wait()
+        ended = Ended([], []) if self.copies is None else self.copies.take_ended()
         return StepResult(
             step=self.number,
             prefill=self.prompts.read() if self.prompts else [],
@@ -137,4 +141,6 @@ class Launched:
             decode_seconds=times.decode_began.until(times.ended) if self.trees else 0.0,
             idle_seconds=times.previous.until(times.began),
             num_compiled=self.num_compiled,
+            copied=ended.copied,
+            lost=ended.lost,
         )

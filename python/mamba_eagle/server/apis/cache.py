@@ -65,6 +65,8 @@ async def cache(request: Request) -> Response:
             "saved_tokens": reply.cache.saved_tokens,
             "evicted_states": reply.cache.evicted_states,
             "evicted_tokens": reply.cache.evicted_tokens,
+            "loaded_tokens": reply.cache.loaded_tokens,
+            "lost_copies": reply.cache.lost_copies,
             "nodes": [_shown(node, with_text, manager.tokenizer) for node in reply.nodes],
         }
     )

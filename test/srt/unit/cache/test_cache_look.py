@@ -29,6 +29,8 @@ SHOWN = {
     "saved_tokens": {"tail": 50, "output": 20},
     "evicted_states": 2,
     "evicted_tokens": 30,
+    "loaded_tokens": {},
+    "lost_copies": {},
 }
 DRAWN = """\
 KV slots: 100 = 50 cached (20 of them being read) + 10 held by requests + 40 free; 10 pinned

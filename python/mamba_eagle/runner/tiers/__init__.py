@@ -1,0 +1,7 @@
+"""Copies of the prefix cache's blocks between the device, host memory and disk.
+
+slot_bytes   what a KV slot, a state slot and a journal slot hold, as bytes
+host         the units in host memory
+disk         the units in a file, their checksums, and the log
+copies       does what plans name, and says what has ended
+"""

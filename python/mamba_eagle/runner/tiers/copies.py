@@ -1,0 +1,207 @@
+"""Copies of cached blocks that plans name."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.backend.place import Place, Timestamp
+from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
+from mamba_eagle.message.indices import Indices
+from mamba_eagle.runner.tiers.disk import DiskUnits
+from mamba_eagle.runner.tiers.host import HostUnits, PinnedUnits
+from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, SlotBytes
+
+log = logging.getLogger("mamba_eagle.runner")
+PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
+
+
+class Ended(NamedTuple):
+    copied: list[int]
+    lost: list[int]
+
+
+class Launch(NamedTuple):
+    """A copy under way: on the device's side stream, or in the thread of the disk."""
+
+    at: Timestamp | None
+    done: Future[None] | None
+
+    @property
+    def ended(self) -> bool:
+        return self.done.done() if self.done is not None else self._stamp.reached
+
+    @property
+    def _stamp(self) -> Timestamp:
+        assert self.at is not None
+        return self.at
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.exception()
+        else:
+            self._stamp.wait()
+
+
+class TierCopies:
+    """Of one rank. ``leave`` and ``come`` are called within a step, where its order asks for it."""
+
+    def __init__(
+        self,
+        slots: DeviceSlots,
+        sizes: TierSizes,
+        unit_bytes: int,
+        place: Place,
+        disk: DiskUnits | None = None,
+    ) -> None:
+        self.slots, self.sizes, self.place, self.disk = slots, sizes, place, disk
+        self.unit_bytes = unit_bytes
+        kind = HostUnits if place.on_host else PinnedUnits
+        self.host = kind(sizes.host_units, unit_bytes, place)
+        self.thread = ThreadPoolExecutor(1, "disk cache")
+        if disk is not None:
+            self.thread.submit(disk.restore)
+        self.launched: dict[int, Launch] = {}
+        self.written = place.timestamp()  # the newest copy to the host
+
+    def leave(self, plan: Plan) -> None:
+        """What goes from the device, before its slots are written."""
+        if plan.empties_disk and self.disk is not None:
+            self.thread.submit(self.disk.empty)
+        for copy in plan.copies:
+            if copy.source.tier == 0:
+                rows = self._read(copy.source)
+                with self.host.beside():
+                    self.host.store(_units(copy.target), rows)
+                    self.written = self.place.timestamp()
+            elif 2 in (copy.source.tier, copy.target.tier):
+                self.launched[copy.number] = Launch(None, self._submit(copy))
+
+    def come(self, plan: Plan) -> None:
+        """What comes to the device, after all else has read its slots."""
+        for number in plan.arrived:
+            if number in self.launched:  # another rank was faster
+                self.launched.pop(number).wait()
+        for copy in plan.copies:
+            if copy.target.tier == 0:
+                with self.host.beside():
+                    self._write(copy.target, self.host.fetch(_units(copy.source)))
+                    self.launched[copy.number] = Launch(self.place.timestamp(), None)
+
+    # ── disk ─────────────────────────────────────────────────────────────────────────────────
+
+    def _submit(self, copy: TierCopy) -> Future[None]:
+        """In the thread, in order, and after the copies to the host that came before."""
+        before = self.written
+        work = self._save if copy.target.tier == 2 else self._restore
+        return self.thread.submit(self._after, before, work, copy)
+
+    def _after(self, before: Timestamp, work: Callable[[TierCopy], None], copy: TierCopy) -> None:
+        before.wait()
+        try:
+            work(copy)
+        except OSError as error:
+            log.warning("the prefix cache loses a prefix on disk: %s", error)
+            raise
+
+    def _save(self, copy: TierCopy) -> None:
+        assert self.disk is not None
+        rows = self.host.data[torch.as_tensor(_units(copy.source).tolist(), dtype=torch.int64)]
+        self.disk.write(_units(copy.target), rows, copy.label)
+
+    def _restore(self, copy: TierCopy) -> None:
+        assert self.disk is not None
+        units = _units(copy.target)
+        rows = torch.empty(len(units), self.unit_bytes, dtype=torch.uint8)
+        self.disk.read(_units(copy.source), rows)
+        self.host.data[torch.as_tensor(units.tolist(), dtype=torch.int64)] = rows
+
+    # ── the device ───────────────────────────────────────────────────────────────────────────
+
+    def _parts(self, blocks: Blocks) -> Iterable[tuple[SlotBytes, Tensor, int]]:
+        """The device's side of a copy: slots, and in how many units their bytes go."""
+        slots, sizes = self.slots, self.sizes
+        for part, ids, units in (
+            (slots.kv, blocks.kv, len(blocks.kv)),
+            (slots.states, blocks.state, sizes.state_units),
+            (slots.journals, blocks.journal, sizes.journal_units),
+        ):
+            if len(ids) and units:
+                yield part, self.place.to_device(ids.tolist()), units
+
+    def _read(self, blocks: Blocks) -> Tensor:
+        """[n, unit bytes]: KV one token per unit, then the state, then the journal."""
+        rows = []
+        for part, ids, units in self._parts(blocks):
+            data = part.read(ids)
+            if len(ids) < units:  # one slot in several units
+                data = data.flatten()[None]
+                data = F.pad(data, (0, units * self.unit_bytes - data.shape[1]))
+                rows.append(data.view(units, self.unit_bytes))
+            else:
+                rows.append(F.pad(data, (0, self.unit_bytes - data.shape[1])))
+        return torch.cat(rows)
+
+    def _write(self, blocks: Blocks, rows: Tensor) -> None:
+        first = 0
+        for part, ids, units in self._parts(blocks):
+            own = rows[first : first + units]
+            if len(ids) < units:
+                own = own.reshape(1, -1)
+            part.write(ids, own[:, : part.size])
+            first += units
+
+    # ── results ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def any_ended(self) -> bool:
+        return not self.launched or any(each.ended for each in self.launched.values())
+
+    def take_ended(self) -> Ended:
+        """Since the last call. A copy to the host has no part in it: it cannot fail."""
+        ended = Ended([], [])
+        for number, launch in list(self.launched.items()):
+            if launch.ended:
+                del self.launched[number]
+                failed = launch.done is not None and launch.done.exception() is not None
+                (ended.lost if failed else ended.copied).append(number)
+        return ended
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        if self.disk is not None:
+            self.disk.close()
+
+
+class StepCopies(NamedTuple):
+    """What a step has to do with copies: a plan without prompts and trees waits for one that ends,
+    but for a moment only, since the results of other steps come after its own."""
+
+    copies: TierCopies
+    until: float  # time.monotonic(); 0: it does not wait
+
+    @classmethod
+    def of(cls, copies: TierCopies, plan: Plan) -> StepCopies:
+        waits = not plan.prefill and plan.decode is None
+        return cls(copies, time.monotonic() + PATIENCE_SECONDS if waits else 0.0)
+
+    @property
+    def reached(self) -> bool:
+        return not self.until or self.copies.any_ended or time.monotonic() >= self.until
+
+    def take_ended(self) -> Ended:
+        while not self.reached:
+            time.sleep(PATIENCE_SECONDS / 20)
+        return self.copies.take_ended()
+
+
+def _units(blocks: Blocks) -> Indices:
+    """Of a tier in units, in the order of the rows."""
+    return blocks.kv + blocks.state + blocks.journal

@@ -1,0 +1,150 @@
+"""Units in a file, with checksums, and the log that says what they are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from mamba_eagle.cache.tiers.disk_log import (
+    SUM_BYTES,
+    Label,
+    Record,
+    framed,
+    live,
+    read_log,
+    unit_sum,
+)
+from mamba_eagle.config import ConfigError
+from mamba_eagle.core import shown
+from mamba_eagle.message.indices import Indices
+from mamba_eagle.runner.tiers.host import runs
+
+MIN_LOG = 1 << 26  # bytes below which the log is not compacted while the server runs
+OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # named after a fingerprint
+
+
+class DamagedUnits(OSError):
+    """Units of the file are not what was written."""
+
+
+class DiskUnits:
+    """A folder of one server, for prefixes that one set of weights has computed.
+
+    Each method but the first is called in one thread, in order.
+    """
+
+    def __init__(self, cache_dir: str, fingerprint: str, count: int, unit_bytes: int) -> None:
+        """Removes what other weights have left in ``cache_dir``.
+
+        Raises: ConfigError."""
+        self.count, self.unit_bytes = count, unit_bytes
+        folder = Path(cache_dir).expanduser() / fingerprint
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder.parent / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    [f"--cache-dir {shown(cache_dir)}: another server uses it; give each its own"]
+                ) from None
+            for other in folder.parent.iterdir():
+                if OWN_FOLDER.fullmatch(other.name) and other.name != fingerprint:
+                    shutil.rmtree(other)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+            self.log = folder / "log"
+            self._units = self._open(folder / "units", os.O_RDWR)
+            os.ftruncate(self._units, count * unit_bytes)  # takes space as it is written
+            self.sums = np.zeros((count, SUM_BYTES), dtype=np.uint8)
+            self._compact_at = MIN_LOG
+            self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise ConfigError([f"--cache-dir {shown(cache_dir)}: {error}"]) from error
+
+    @staticmethod
+    def _open(path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def restore(self) -> None:
+        """The sums of what is there, and a log without what newer records have overwritten. To be
+        called first, and again when the log has grown."""
+        found = read_log(str(self.log))
+        records = live(found.records, self.count)
+        for record in records:
+            sums = np.frombuffer(record.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+            self.sums[units_of(record)] = sums
+        if found.ignored or len(records) < len(found.records):
+            fresh = self.log.with_suffix(".new")
+            with open(self._open(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.writelines(map(framed, records))
+            fresh.rename(self.log)
+        os.close(self._log)
+        self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
+        self._compact_at = max(MIN_LOG, 2 * self.log.stat().st_size)
+
+    def write(self, units: Indices, rows: Tensor, label: bytes) -> None:
+        """rows: [n, unit bytes] uint8 on the host. Raises: OSError, and then nothing is logged."""
+        self.sums[np.asarray(units)] = 0  # what is there is of no use, however far this comes
+        data = rows.contiguous().numpy().data.cast("B")
+        for part, place in self._spans(units, data):
+            while part:
+                done = os.pwrite(self._units, part, place)
+                part, place = part[done:], place + done
+        sums = b"".join(unit_sum(unit) for unit in self._each(data))
+        self.sums[np.asarray(units)] = np.frombuffer(sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+        record = framed(Record(msgspec.msgpack.decode(label, type=Label), sums))
+        size = os.fstat(self._log).st_size
+        if os.write(self._log, record) < len(record):
+            os.ftruncate(self._log, size)
+            raise OSError(f"{self.log}: no room for the whole record")
+        if size > self._compact_at:
+            self.restore()
+
+    def read(self, units: Indices, rows: Tensor) -> None:
+        """Into rows [n, unit bytes] uint8 on the host. Raises: OSError, or DamagedUnits."""
+        data = rows.numpy().data.cast("B")
+        for part, place in self._spans(units, data):
+            if os.preadv(self._units, [part], place) < len(part):
+                raise DamagedUnits(f"{self.log.parent}: the file of units is too short")
+        for unit, own in zip(units, self._each(data)):
+            if unit_sum(own) != self.sums[unit].tobytes():
+                raise DamagedUnits(f"{self.log.parent}: unit {unit} is not what was written")
+
+    def _spans(self, units: Indices, data: memoryview) -> Iterator[tuple[memoryview, int]]:
+        """Parts of ``data`` [n * unit bytes], and where they are in the file."""
+        size = self.unit_bytes
+        for first, span in runs(units):
+            yield data[first * size : (first + span.stop - span.start) * size], span.start * size
+
+    def _each(self, data: memoryview) -> Iterator[memoryview]:
+        size = self.unit_bytes
+        return (data[place : place + size] for place in range(0, len(data), size))
+
+    def empty(self) -> None:
+        """Forget all."""
+        os.ftruncate(self._log, 0)
+        os.ftruncate(self._units, 0)
+        os.ftruncate(self._units, self.count * self.unit_bytes)
+        self.sums[:] = 0
+
+    def close(self) -> None:
+        for each in (self._log, self._units, self._lock):
+            os.close(each)
+
+
+def units_of(record: Record) -> np.ndarray:
+    """[n] int32, in the order of the record's sums."""
+    label = record.label
+    own = np.frombuffer(label.state + label.journal, dtype=np.int32)
+    if len(record.sums) // SUM_BYTES == len(own):
+        return own
+    return np.concatenate([np.frombuffer(label.kv, dtype=np.int32), own])

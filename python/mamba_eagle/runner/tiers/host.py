@@ -1,0 +1,75 @@
+"""Units of host memory, and copies between them and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.zeros import zeros
+from mamba_eagle.message.indices import Indices
+
+
+def runs(units: Indices) -> Iterator[tuple[int, slice]]:
+    """Units that follow each other: where they begin in the list, and which they are."""
+    for _, pairs in groupby(enumerate(units), key=lambda pair: pair[1] - pair[0]):
+        members = list(pairs)
+        yield members[0][0], slice(members[0][1], members[-1][1] + 1)
+
+
+class HostUnits:
+    """data: [units, unit bytes] uint8. Here the device is the host: copies are done at once."""
+
+    def __init__(self, count: int, unit_bytes: int, place: Place) -> None:
+        self.place = place
+        self.data = self._memory(count, unit_bytes)
+
+    def _memory(self, count: int, unit_bytes: int) -> Tensor:
+        return zeros(count, unit_bytes, dtype=torch.uint8, device=torch.device("cpu"))
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Work that is launched within comes after all that was launched before, and what is
+        launched later does not wait for it."""
+        return nullcontext()
+
+    def store(self, units: Indices, rows: Tensor) -> None:
+        """rows [n, unit bytes], on the device, from before ``beside``."""
+        self.data.index_copy_(0, self.place.to_device(units.tolist()), rows)
+
+    def fetch(self, units: Indices) -> Tensor:
+        """[n, unit bytes] on the device."""
+        return self.data.index_select(0, self.place.to_device(units.tolist()))
+
+
+class PinnedUnits(HostUnits):
+    """Of a GPU: in pinned memory, copied on a stream of their own."""
+
+    def __init__(self, count: int, unit_bytes: int, place: Place) -> None:
+        super().__init__(count, unit_bytes, place)
+        self.stream = torch.cuda.Stream(place.device)
+
+    def _memory(self, count: int, unit_bytes: int) -> Tensor:
+        return self.place.host_buffer(count * unit_bytes).view(count, unit_bytes)
+
+    def beside(self) -> AbstractContextManager[object]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.place.device))
+        return torch.cuda.stream(self.stream)
+
+    def store(self, units: Indices, rows: Tensor) -> None:
+        rows.record_stream(self.stream)
+        for first, span in runs(units):
+            count = span.stop - span.start
+            self.data[span].copy_(rows[first : first + count], non_blocking=True)
+
+    def fetch(self, units: Indices) -> Tensor:
+        rows = torch.empty(
+            len(units), self.data.shape[1], dtype=torch.uint8, device=self.place.device
+        )
+        for first, span in runs(units):
+            count = span.stop - span.start
+            rows[first : first + count].copy_(self.data[span], non_blocking=True)
+        return rows

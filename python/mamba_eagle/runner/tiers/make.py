@@ -1,0 +1,104 @@
+"""How large the lower tiers are, and whose blocks they hold."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from mamba_eagle.backend.place import Place
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.drafting.base import Drafter
+from mamba_eagle.message import TierSizes
+from mamba_eagle.runner.pools import Pools
+from mamba_eagle.runner.ranks import Ranks
+from mamba_eagle.runner.tiers.copies import TierCopies
+from mamba_eagle.runner.tiers.disk import DiskUnits
+from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots
+
+LAYOUT = 1  # of units, records and files; another number makes all folders foreign
+STATE_UNIT = 1 << 16  # bytes of a unit, if tokens have no keys and values
+SAMPLE = 1 << 12  # bytes
+SAMPLES = 256  # per file
+# What slots hold depends on these, besides weights and shapes.
+SETTINGS = (
+    "load_format",
+    "dtype",
+    "kv_cache_dtype",
+    "mamba_ssm_dtype",
+    "mamba_ssm_rounding",
+    "mamba_verify_mode",
+    "quantization",
+    "speculative_draft_model_quantization",
+    "speculative_algorithm",
+    "device",
+)
+
+
+def tier_copies(
+    config: EngineConfig, pools: Pools, drafter: Drafter, place: Place, ranks: Ranks
+) -> TierCopies | None:
+    """None without --host-cache-gb. All ranks call it together.
+
+    Raises: ConfigError if a tier has room for nothing, or its folder cannot be used."""
+    if not config.host_cache_bytes:
+        return None
+    own = drafter.cached_pools()
+    slots = DeviceSlots.of([pools.kv, own.kv], [pools.states, own.states], pools.journals)
+    kv, states, journals = (part.size for part in slots)
+    unit = kv or STATE_UNIT
+    wanted = [-int(kv > 0), -max(1, -(-states // unit)), -max(1, -(-journals // unit))]
+    kv_units, state_units, journal_units = (-number for number in ranks.smallest(wanted))
+    unit = max(kv, 64, -(-states // state_units), -(-journals // journal_units))
+    fit = [config.host_cache_bytes // config.num_ranks // unit, config.disk_cache_bytes // unit]
+    host_units, disk_units = ranks.smallest(fit)
+    sizes = TierSizes(
+        host_units=host_units,
+        disk_units=disk_units,
+        kv_units=kv_units,
+        state_units=state_units,
+        journal_units=journal_units,
+    )
+    least = state_units + 1
+    for flag, units in (("--host-cache-gb", host_units), ("--disk-cache-gb", disk_units)):
+        if units < least and (flag == "--host-cache-gb" or config.cache_dir):
+            size = least * unit * config.num_ranks / 1e9
+            raise ConfigError([f"{flag}: one state takes {size:.3f} of it: give more, or 0"])
+    if not config.cache_dir:
+        return TierCopies(slots, sizes, unit, place)
+    disk = DiskUnits(config.cache_dir, fingerprint(config, slots), disk_units, unit)
+    sizes = msgspec.structs.replace(sizes, disk_log=str(disk.log))
+    return TierCopies(slots, sizes, unit, place, disk)
+
+
+def fingerprint(config: EngineConfig, slots: DeviceSlots) -> str:
+    """32 digits. Another model, drafter, dtype, layout or version has others: files are compared by
+    name, size, time of change and samples of their bytes."""
+    found = blake2b(digest_size=16)
+    layout = [[[str(part.tensor.dtype), part.slot_shape] for part in kind.parts] for kind in slots]
+    facts = [LAYOUT, version("mamba-eagle"), layout, [getattr(config, name) for name in SETTINGS]]
+    found.update(json.dumps(facts).encode())
+    for path in (config.model_path, config.speculative_draft_model_path):
+        for file in _weight_files(path):
+            _add_file(found, file)
+    return found.hexdigest()
+
+
+def _weight_files(path: str) -> list[Path]:
+    folder = Path(path)
+    if not path or folder.is_file():
+        return [folder] if path else []
+    patterns = ("*.safetensors", "*.gguf", "config.json")
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
+
+
+def _add_file(found: blake2b, path: Path) -> None:
+    facts = path.stat()
+    found.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        for sample in range(SAMPLES):
+            file.seek(sample * max(facts.st_size - SAMPLE, 0) // (SAMPLES - 1))
+            found.update(file.read(SAMPLE))
