@@ -18,7 +18,7 @@ Nothing here waits for the device, and the grids depend on the batch alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -357,41 +357,16 @@ def tree_verify(
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     if T > MAX_NODES:
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
-    M, channels = step.journal.shape[1], has_channel_decay(rows, sizes)
-    y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
-    weights = state.new_empty(b, H, T, 3 + 2 * M + 2 * T, dtype=torch.float32)
-    decayed = state.new_empty(b, H, 2 * T, N, dtype=torch.float32) if channels else None
-    overlap = launches_overlap(state.device)
+    M, overlap = step.journal.shape[1], launches_overlap(state.device)
     padded, journal = max(16, triton.next_power_of_2(T)), max(16, triton.next_power_of_2(M))
-    shape = {"H": H, "P": P, "G": G, "N": N, "JP": journal, "CHANNELS": channels}
-    shape |= {"OVERLAP": overlap, "launch_pdl": overlap}
-    _weights_kernel[(H, b)](
-        gates,
-        convolved,
-        rows.gates,
-        rows.keys,
-        weights,
-        decayed,
-        step.slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
-        step.ancestors,
-        step.fold,
-        T,
-        rows.u.shape[1],
-        M,
-        TP=padded,
-        PART=min(32 if channels else 128, N),
-        EPS=eps,
-        num_warps=4,
-        **shape,
-    )
+    form = {"H": H, "P": P, "G": G, "N": N, "JP": journal, "OVERLAP": overlap}
+    form |= {"CHANNELS": has_channel_decay(rows, sizes), "launch_pdl": overlap}
+    made = _node_weights(rows, gates, convolved, step, {**form, "TP": padded, "EPS": eps})
+    y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
     tile, warps = config or choose_config(P, T)
     _verify_kernel[(H * P // tile, b)](
         convolved,
-        weights,
-        decayed,
+        *made,
         rows.u,
         state,
         y,
@@ -408,6 +383,43 @@ def tree_verify(
         TP=1 if T == 1 else padded,
         TILE=tile,
         num_warps=warps,
-        **shape,
+        **form,
     )
     return y
+
+
+class NodeWeights(NamedTuple):
+    """What does not depend on values, of each head."""
+
+    lines: Tensor  # [b, H, T, 3 + 2*M + 2*T] float32
+    decayed: Tensor | None  # [b, H, 2*T, N] float32: queries and keys, where channels decay
+
+
+def _node_weights(
+    rows: DeltaRows, gates: Tensor, convolved: Tensor, step: TreeLayout, form: dict[str, Any]
+) -> NodeWeights:
+    """Also writes the nodes' gates and keys to their rows. form: of ``_weights_kernel``."""
+    (b, T), M, (H, N) = step.rows.shape, step.journal.shape[1], (form["H"], form["N"])
+    lines = gates.new_empty(b, H, T, 3 + 2 * M + 2 * T)
+    decayed = gates.new_empty(b, H, 2 * T, N) if form["CHANNELS"] else None
+    _weights_kernel[(H, b)](
+        gates,
+        convolved,
+        rows.gates,
+        rows.keys,
+        lines,
+        decayed,
+        step.slots,
+        step.journal,
+        step.journal_len,
+        step.rows,
+        step.ancestors,
+        step.fold,
+        T,
+        rows.u.shape[1],
+        M,
+        PART=min(32 if form["CHANNELS"] else 128, N),
+        num_warps=4,
+        **form,
+    )
+    return NodeWeights(lines, decayed)
