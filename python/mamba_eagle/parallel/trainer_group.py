@@ -29,7 +29,7 @@ class TrainerGroup:
         """
         self.asked, self.device = asked, device
         rank, timeout = asked.first_rank + number, datetime.timedelta(seconds=asked.seconds)
-        if device.type == "cuda":
+        if asked.backend == "nccl":
             torch.cuda.set_device(device)  # of this thread
         try:
             store, _, _ = next(
@@ -62,7 +62,7 @@ class TrainerGroup:
 
         Raises: TimeoutError, RuntimeError
         """
-        if self.device.type == "cuda":
+        if self.asked.backend == "nccl":
             torch.cuda.set_device(self.device)
         work = self.group.broadcast(room, 0)
         deadline = time.monotonic() + self.asked.seconds

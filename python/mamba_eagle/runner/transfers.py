@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.layers.weights import matrix_layers
+from mamba_eagle.layers.weights import META, matrix_layers
 from mamba_eagle.message import (
     AskRanks,
     JoinGroup,
@@ -193,7 +193,7 @@ def held_weights(modules: dict[str, nn.Module]) -> dict[str, Tensor | Matrix]:
     found: dict[str, Tensor | Matrix] = {}
     for kind, module in modules.items():
         for name, weight in module.named_parameters():
-            if weight.device.type != "meta":
+            if weight.device != META:
                 found[f"{kind}{name}"] = weight.detach()
         for layer, owner in matrix_layers(module):
             for name, matrix in owner.matrices.items():
