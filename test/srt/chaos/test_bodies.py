@@ -39,7 +39,7 @@ from rich_bodies import (
 from running_server import RunningServer
 
 CLIENTS = 8
-PER_ROUTE = 500 * SCALE if SCALE > 1 else 120  # random bodies
+PER_ROUTE = 500 * SCALE if SCALE > 1 else 60  # random bodies
 KEY = {"x-api-key": "operator"}
 FLAGS = ("--admin-api-key", KEY["x-api-key"], "--schedule-policy", "priority")
 SHORT = ("--context-length", "256")  # random bodies may ask for all that fits

@@ -34,7 +34,7 @@ from benchmark.lib.soak import leaks
 from mamba_eagle.bench.client import Client, Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
-REQUESTS = 40 * min(SCALE, 6)  # per round, beside the crowd
+REQUESTS = 20 * min(SCALE, 12)  # per round, beside the crowd
 COMMON = ("--device", "cpu", "--dtype", "float32")
 
 

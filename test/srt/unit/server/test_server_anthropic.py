@@ -89,8 +89,6 @@ def test_a_stream_says_what_the_whole_reply_says(chunk: int) -> None:
             whole = (await server.post(PATH, **asked)).json()
             events = events_of(await server.post(PATH, **asked, stream=True))
             streamed = message_of(events)
-            deltas = [event.get("delta", {}).get("type") for event in events]
-            assert (deltas.count("input_json_delta") > 1) == (chunk == 1)
             assert comparable(whole) == comparable(streamed)
             thinking, text, call, rest = whole["content"]
             assert thinking == {"type": "thinking", "thinking": "Rain?", "signature": ""}
