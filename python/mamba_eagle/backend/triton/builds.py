@@ -102,8 +102,8 @@ def _kind(value: object) -> object:
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
     """Kernels are at most looked up, as for Triton's own warm-up of one; of those that are tuned
-    when they are first launched, each form. Once for each kind of arguments: a look takes about a
-    millisecond, and the layers of a model ask for the same ones."""
+    when they are first launched, each form. Once for each kind of arguments: the layers of a model
+    ask for the same ones, and looks took seconds of a start."""
     run, tune = JITFunction.run, Autotuner.run
     asked: set[tuple[object, ...]] = set()
 

@@ -25,7 +25,7 @@ _rates: WeakKeyDictionary[GatedDeltaNet, tuple[Tensor, Tensor]] = WeakKeyDiction
 
 def gates_of(layer: DeltaRule, raw: Tensor) -> Tensor:
     """``layer.gates``, of decays per head in one launch."""
-    if not isinstance(layer, GatedDeltaNet) or layer.config.channel_decay:
+    if not isinstance(layer, GatedDeltaNet):
         return layer.gates(raw)
     if layer not in _rates:
         rate = -layer.A_log.detach().float().exp()
