@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -93,6 +93,8 @@ class Engine:
         self.config, self._last_words = resolve(config), ""
         self._kind = _ThreadLaunch if in_process else _EngineLaunch
         self._ready: Future[_EngineLaunch] = Future()
+        self._under_way: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
+        self._lock = threading.Lock()  # no request comes between the loop's end and the last look
         # Not a daemon: the kernel ends the processes with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
         self._thread.start()
@@ -258,6 +260,17 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._serve()
+        finally:  # what came after the loop's last turn would wait for ever
+            with self._lock:
+                left = list(self._under_way.items())
+            for future, work in left:
+                work.close()
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(self._closed())
+
+    def _serve(self) -> None:
+        try:
             socket_dir = new_socket_dir()
             try:
                 ending = asyncio.run(self._kind(self.config, socket_dir, self._ready).run())
@@ -273,10 +286,19 @@ class Engine:
             self._ready.set_exception(EngineError(ending.message, 500))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if not self._thread.is_alive():
+        try:
+            with self._lock:
+                future = asyncio.run_coroutine_threadsafe(work, self._launch.loop)
+                self._under_way[future] = work
+        except RuntimeError:  # the loop is closed
             work.close()
-            raise EngineError(self._last_words or "the engine is closed", 503)
-        return asyncio.run_coroutine_threadsafe(work, self._launch.loop)
+            self._thread.join(JOIN_SECONDS)
+            raise self._closed() from None
+        future.add_done_callback(lambda future: self._under_way.pop(future, None))
+        return future
+
+    def _closed(self) -> EngineError:
+        return EngineError(self._last_words or "the engine is closed", 503)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._start(work)
