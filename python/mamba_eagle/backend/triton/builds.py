@@ -38,6 +38,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -94,8 +95,10 @@ def _kind(value: object) -> object:
     """Equal for arguments that Triton compiles one kernel for; not always the other way round."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return (type(value), *map(_kind, value))
+    if isinstance(value, TensorDescriptor):
+        return _kind([value.base, value.block_shape, value.padding, value.round_f32_to_tf32])
     return type(value), value
 
 

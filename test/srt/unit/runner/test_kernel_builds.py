@@ -32,6 +32,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.backend.triton import attention
 from mamba_eagle.backend.triton.backend import TritonBackend
@@ -163,6 +164,29 @@ def test_all_forms_of_a_kernel_that_is_tuned_are_built(hopper: None) -> None:
     assert len(run.builds) == 2 and not _doubled.cache  # nothing was timed, so nothing is chosen
     for build in run.builds:
         compile_build(build)
+
+
+@triton.jit
+def _copied(x, y):
+    y.store([0, 0], x.load([0, 0]))
+
+
+def test_a_kernel_is_looked_up_once_for_each_kind_of_arguments(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[object] = []
+    run = JITFunction.run
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *a, **o: looked_up.append(self) or run(self, *a, **o)
+    )
+
+    def blocks(size: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(torch.zeros(64, 64), [size, size])
+
+    with dry_run() as found:
+        for size in (16, 16, 32, 16):
+            _copied[(1,)](blocks(size), blocks(size))
+    assert len(looked_up) == len(found.builds) == 2
 
 
 @pytest.mark.parametrize("rows, window, causal", [(5, 0, True), (8, 3, False), (70, 66, False)])
