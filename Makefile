@@ -10,11 +10,15 @@ ARGS  ?=
 SCALE   ?= 20
 RESULTS ?= $(CURDIR)/benchmark/results/reliability.jsonl
 
-.PHONY: help serve test chaos exact soak lint bench eval constraints clean
+# Workers of `make test`. The tests of one assume that a GPU's memory is theirs.
+WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
+
+.PHONY: help serve test coverage chaos exact soak lint bench eval constraints clean
 
 help:
 	@echo "make serve   start the server (needs no model: one is embedded)"
-	@echo "make test    all tests that this machine can run"
+	@echo "make test    all tests that this machine can run, in two processes (WORKERS=2)"
+	@echo "make coverage   the same in one process, and the share of lines that ran"
 	@echo "make chaos   the long form of test/srt/chaos: SCALE=20 times the clients and rounds"
 	@echo "make exact   as long a comparison of random settings' tokens; SCALE=20, SEED=1"
 	@echo "make soak    an hour of load with aborts; watches the server's memory"
@@ -34,9 +38,12 @@ bench: $(VENV)/.installed
 eval: $(VENV)/.installed
 	$(BIN)/python -m mamba_eagle.eval.few_shot_gsm8k $(ARGS)
 
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
 # slipcover counts the lines of this process, not those of servers that e2e tests start. It costs a
 # few percent; a tracer would double the time of the scheduler's tests before Python 3.12.
-test: $(VENV)/.installed-test
+coverage: $(VENV)/.installed-test
 	@rm -f .coverage.json
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest $(ARGS)
 	@$(BIN)/python test/coverage_table.py .coverage.json

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
-import interpreter
 import pytest
 
 # Set before torch is imported. The models in tests are small: more threads would only make the
@@ -42,22 +42,23 @@ def denormals_as_they_are() -> Iterator[None]:
         sys.modules["torch"].set_flush_denormal(False)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[interpreter.KEY] = interpreter.Interpreter()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`make test` has two workers. A file's tests stay in one, and those that start servers, which
+    have several processes each, in the first; the files come in their order."""
+    from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            servers = nodeid.startswith(("test/srt/chaos/", "test/srt/e2e/"))
+            return "servers" if servers else super()._split_scope(nodeid)
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[interpreter.KEY].close()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[interpreter.KEY].expect(session.items)
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.path.parent.name not in interpreter.SERVERS:
-        item.config.stash[interpreter.KEY].start()
+def pytest_runtest_setup() -> None:
     if "torch" in sys.modules:  # what a test draws does not depend on those before it
         sys.modules["torch"].manual_seed(0)
 

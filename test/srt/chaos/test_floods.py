@@ -30,7 +30,8 @@ class Readers:
         self.problems: list[str] = []
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._read, args=(number,)) for number in range(STREAMS)
+            threading.Thread(target=self._read, args=(number,), daemon=True)
+            for number in range(STREAMS)
         ]
 
     def _read(self, number: int) -> None:

@@ -11,9 +11,9 @@ from running_server import RunningServer, StartServer, need_weights
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server() -> Iterator[StartServer]:
-    """``start_server(*flags)`` gives a server that takes requests."""
+    """``start_server(*flags)`` gives a server that takes requests until the file's last test."""
     need_weights(EMBEDDED_MODEL)
     started: list[RunningServer] = []
 
@@ -30,11 +30,12 @@ def start_server() -> Iterator[StartServer]:
 
 
 @pytest.fixture(scope="session")
-def server(start_server: StartServer) -> Iterator[RunningServer]:
+def server() -> Iterator[RunningServer]:
     """One for all tests that only send requests, with default settings."""
+    need_weights(EMBEDDED_MODEL)
     has_head = (EMBEDDED_HEADS["EAGLE"] / "model.safetensors").exists()
-    running = start_server(*(() if has_head else ("--speculative-algorithm", "NONE")))
-    yield running
+    running = RunningServer(*(() if has_head else ("--speculative-algorithm", "NONE")))
+    yield running.wait_until_ready()
     running.stop()
 
 

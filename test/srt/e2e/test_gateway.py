@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_ports
 from running_server import RunningServer
 
 pytest.importorskip("smg", reason="the gateway is not installed: pip install smg")
@@ -30,16 +30,12 @@ def gateway(
     server: RunningServer, second: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """Its address."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(str(probe.getsockname()[1]))
-    url = f"http://127.0.0.1:{ports[0]}"
+    port = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
     log = tmp_path_factory.mktemp("gateway") / "log.txt"
     command = [sys.executable, "-m", "smg", "launch", "--policy", "least_load"]
     command += ["--worker-urls", server.base_url, second.base_url]
-    command += ["--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(port + 1)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -171,7 +171,7 @@ def test_requests_are_aborted_by_name_and_all_at_once(trainer: httpx.Client) -> 
         body = {"input_ids": IDS, "rid": name, "sampling_params": long}
         found[name] = send(trainer, "/generate", body)["meta_info"]["finish_reason"]["type"]
 
-    threads = [threading.Thread(target=generate, args=(name,)) for name in "abc"]
+    threads = [threading.Thread(target=generate, args=(name,), daemon=True) for name in "abc"]
     for thread in threads:
         thread.start()
     while send(trainer, "/v1/loads?include=core", method="GET")["loads"][0]["num_reqs"] < 3:

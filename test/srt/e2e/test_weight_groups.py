@@ -198,7 +198,7 @@ def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
                 call(engine, path, **body)
             failures.append(str(error.value))
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
         return thread
 

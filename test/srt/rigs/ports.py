@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from pathlib import Path
@@ -17,9 +18,13 @@ def free_ports(count: int) -> int:
     connection that was closed within the last minute, and a test run leaves thousands of them.
     """
     end = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
+    # Each worker of a test run has a part of them: what it finds free it uses only later.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    width = (end - FIRST) // workers
+    begin = FIRST + width * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     luck = random.SystemRandom()  # other processes look for ports as well
     while True:
-        first = luck.randrange(FIRST, end - count)
+        first = luck.randrange(begin, begin + width - count)
         if all(map(_is_free, range(first, first + count))):
             return first
 

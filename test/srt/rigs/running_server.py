@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 from benchmark.lib.server import ServerProcess
 
@@ -33,7 +34,8 @@ class RunningServer(ServerProcess):
         if max_files:
             limit = f'ulimit -n {max_files}; exec "$@"'
             self.program = ("sh", "-c", limit, "sh", *ServerProcess.program)
-        super().__init__(flags, port, {"TMPDIR": self.temporary}, START_SECONDS)
+        # Not one that a connection could take before the server does.
+        super().__init__(flags, port or free_ports(1), {"TMPDIR": self.temporary}, START_SECONDS)
 
     def wait_until_ready(self) -> RunningServer:
         self.wait_for_output("Server is ready at")

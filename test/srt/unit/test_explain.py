@@ -170,7 +170,7 @@ def stranger(status: int, content: bytes) -> Iterator[str]:
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         server.timeout = 60
-        thread = threading.Thread(target=server.handle_request)
+        thread = threading.Thread(target=server.handle_request, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         thread.join()

@@ -36,7 +36,7 @@ def halves(x: np.ndarray, y: np.ndarray) -> None:
 
 def in_a_thread(function: Callable[[], None]) -> None:
     """A new thread starts workers of its own, as a runner's process does."""
-    thread = threading.Thread(target=function)
+    thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join()
 

@@ -30,7 +30,7 @@ def collector() -> Iterator[HTTPServer]:
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     server.received = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -31,9 +31,9 @@ def working(work: Callable[[Pulse, threading.Event], None], on_cpu: bool) -> Ite
         ready.set()
         work(made[0], stop)
 
-    thread = threading.Thread(target=main)
+    thread = threading.Thread(target=main, daemon=True)
     thread.start()
-    ready.wait()
+    assert ready.wait(60)
     time.sleep(0.02)
     try:
         yield made[0]
@@ -49,6 +49,13 @@ def gets_stuck(pulse: Pulse, seconds: float = STUCK, between: float = BEAT_SECON
             return True
         time.sleep(0.03)
     return False
+
+
+def let_compute(seconds: float) -> None:
+    """Until the other threads have had so much processor time, however busy the machine is."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        time.sleep(0.01)
 
 
 def idle(pulse: Pulse, stop: threading.Event) -> None:
@@ -105,7 +112,10 @@ def test_a_step_that_shows_nothing_is_stuck(work, on_cpu: bool, monkeypatch) -> 
 def test_work_and_idleness_are_not_stuck(work, on_cpu: bool) -> None:
     with working(work, on_cpu) as pulse:
         for _ in range(SAMPLES):
-            time.sleep(0.05)  # so much that a computing thread is seen in another place
+            if work is compute:
+                let_compute(0.02)  # so much that it is seen in another place
+            else:
+                time.sleep(0.05)
             beat = pulse.sample(BEAT_SECONDS)
         assert beat.stuck_seconds < STUCK
         assert beat.busy == (work is not idle)
@@ -113,12 +123,12 @@ def test_work_and_idleness_are_not_stuck(work, on_cpu: bool) -> None:
 
 def test_cpu_time_is_progress_on_a_cpu_only() -> None:
     """A GPU's driver spins while it waits for a device that hangs."""
-    moment = 0.001  # so short that the helper thread has used enough of it on a busy machine
+    moment = 0.001
     stuck = (SAMPLES - 2) * moment
     with working(compute_in_one_call, on_cpu=True) as pulse:
         for _ in range(SAMPLES):
             assert pulse.sample(moment).stuck_seconds < stuck
-            time.sleep(0.03)
+            let_compute(0.02)
     with working(compute_in_one_call, on_cpu=False) as pulse:
         assert gets_stuck(pulse, stuck, moment)
 
