@@ -20,7 +20,7 @@ from mamba_eagle import __version__
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
-from mamba_eagle.message import StateReply
+from mamba_eagle.message import GetState, StateReply
 from mamba_eagle.server.apis import (
     adapters,
     cache,
@@ -48,7 +48,7 @@ from mamba_eagle.server.http.request_count import RequestCount
 from mamba_eagle.server.http.request_id import RequestIds
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, heard, server_state
 from mamba_eagle.tokenizer.errors import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
@@ -268,10 +268,7 @@ def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
 
 
 async def _scheduler_state(state: ServerState) -> StateReply:
-    try:
-        return await state.manager.ask.state()
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    return await heard(state.manager.ask(GetState(), 5.0), "the scheduler does not answer")
 
 
 def _model_card(state: ServerState) -> dict[str, Any]:
@@ -350,7 +347,7 @@ async def loads(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     state = server_state(request)
     try:
-        reply = await state.manager.ask.state(timeout=1.0)
+        reply = await state.manager.ask(GetState(), 1.0)
     except (EngineDead, asyncio.TimeoutError):
         reply = None  # what this process counts is still worth reading
     content = state.recorder.exposition(reply)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_MODEL_LENGTH
+from mamba_eagle.message import LoadAdapter, UnloadAdapter
 from mamba_eagle.server.apis.rollouts.operator import trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, needs
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import ServerState, heard
 
 MAX_FOLDER = 4096  # characters of a path
 NAME = kinds.short(MAX_MODEL_LENGTH)
@@ -45,7 +43,7 @@ async def load(request: Request) -> Response:
     if not body.lora_name or body.lora_name == state.model_name:
         remedy = "must be a name of its own, not the model's"
         raise RequestError.about("lora_name", body.lora_name, remedy)
-    await _answered(state.manager.ask.load_adapter(body.lora_name, body.lora_path))
+    await _change(state, LoadAdapter(name=body.lora_name, path=body.lora_path))
     state.adapters[body.lora_name] = body.lora_path
     return _loaded(state)
 
@@ -58,19 +56,16 @@ async def unload(request: Request) -> Response:
     body = await state.read_control(request, UnloadBody)
     if body.lora_name not in state.adapters:
         raise RequestError.about("lora_name", body.lora_name, state.loaded_adapters)
-    await _answered(state.manager.ask.unload_adapter(body.lora_name))
+    await _change(state, UnloadAdapter(name=body.lora_name))
     state.adapters.pop(body.lora_name, None)
     return _loaded(state)
 
 
-async def _answered(asked: Coroutine[Any, Any, str]) -> None:
+async def _change(state: ServerState, asked: LoadAdapter | UnloadAdapter) -> None:
     """Raises: RequestError 400 with what is wrong with the adapter; 503"""
-    try:
-        problem = await asked
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the model runner does not answer", 503) from None
-    if problem:
-        raise RequestError(problem)
+    reply = await heard(state.manager.ask(asked, 600.0), "the model runner does not answer")
+    if reply.problem:
+        raise RequestError(reply.problem)
 
 
 def _loaded(state: ServerState) -> Response:

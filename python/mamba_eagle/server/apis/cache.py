@@ -3,7 +3,6 @@ alone, since it is that of all clients."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,11 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SHOWN
-from mamba_eagle.message import CacheNode
+from mamba_eagle.message import CacheNode, GetState
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.state import server_state
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import heard, server_state
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 MAX_NODES = 1000  # the scheduler plans no step while it collects them
@@ -33,10 +31,8 @@ async def cache(request: Request) -> Response:
         raise RequestError(f"nodes = {shown(given)}: must be 0 to {MAX_NODES}", param="nodes")
     with_text = _wants_text(request)
     manager = server_state(request).manager
-    try:
-        reply = await manager.ask.cache(int(given), MAX_TEXT_TOKENS if with_text else 0)
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    asked = GetState(max_nodes=int(given), max_tokens=MAX_TEXT_TOKENS if with_text else 0)
+    reply = await heard(manager.ask(asked, 5.0), "the scheduler does not answer")
     state = {name: int(value) for name, value in reply.state.items() if name in COUNTS}
     return json_response(
         {

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.message import SumWeights
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import AskRanks, SumWeights
+from mamba_eagle.server.apis.rollouts.operator import RANK_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, Object, needs, read, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -67,7 +67,8 @@ async def _checksums(state: ServerState, action: str) -> list[dict[str, str]]:
     """By tensor, of each rank."""
     if action.startswith("reset"):
         raise RequestError.about("action", action, NO_RESET)
-    return [reply.checksums for reply in await answered(state.manager.ask.ranks(SumWeights()))]
+    asked = state.manager.ask(AskRanks(task=SumWeights()), RANK_SECONDS)
+    return [reply.checksums for reply in await answered(asked)]
 
 
 def _flat(ranks: list[dict[str, str]]) -> dict[str, str]:

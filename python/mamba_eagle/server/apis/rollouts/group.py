@@ -12,8 +12,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_RID_LENGTH
-from mamba_eagle.message import JoinGroup, LeaveGroup, TakeTensors, TensorInfo
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import (
+    AskRanks,
+    ChangeModel,
+    JoinGroup,
+    LeaveGroup,
+    TakeTensors,
+    TensorInfo,
+)
+from mamba_eagle.server.apis.rollouts.operator import (
+    CHANGE_SECONDS,
+    RANK_SECONDS,
+    answered,
+    trusted,
+)
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -132,7 +144,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
     """Leaves a group."""
     state = trusted(request)
     name = (await state.read_control(request, LeaveBody)).group_name
-    await answered(state.manager.ask.ranks(LeaveGroup(name)))
+    await answered(state.manager.ask(AskRanks(task=LeaveGroup(name)), RANK_SECONDS))
     return json_response({"success": True, "message": f"group {name} was left"})
 
 
@@ -209,7 +221,7 @@ async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk:
     waits = incoming.begun or state.paused
     incoming.receiving += 1
     try:
-        await answered(state.manager.ask.ranks(task))
+        await answered(state.manager.ask(AskRanks(task=task), RANK_SECONDS))
     except RequestError as error:
         incoming.fail(str(error) if waits else "")
         raise
@@ -231,7 +243,8 @@ async def finish(state: ServerState) -> None:
     incoming, state.incoming = state.incoming, Incoming()
     if not incoming.folders:
         return
-    await answered(state.manager.ask.change(incoming.weights()))
+    changed = ChangeModel(weights=incoming.weights())
+    await answered(state.manager.ask(changed, CHANGE_SECONDS))
     state.manager.weight_version = incoming.version or state.manager.weight_version
 
 
@@ -246,4 +259,5 @@ async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -
         backend=backend or ("nccl" if on_gpu else "gloo"),
         seconds=meeting.timeout,
     )
-    await answered(state.manager.ask.ranks(task, meeting.timeout + ANSWER_SECONDS))
+    asked = state.manager.ask(AskRanks(task=task), meeting.timeout + ANSWER_SECONDS)
+    await answered(asked)

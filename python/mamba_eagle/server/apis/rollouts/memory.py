@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import MEMORY_TAGS
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import ChangeModel
+from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -68,4 +69,5 @@ def _checked(tags: Sequence[str]) -> list[str]:
 async def _change(
     request: Request, release: Sequence[str] = (), resume: Sequence[str] = ()
 ) -> None:
-    await answered(trusted(request).manager.ask.change(release=release, resume=resume))
+    asked = ChangeModel(release=list(release), resume=list(resume))
+    await answered(trusted(request).manager.ask(asked, CHANGE_SECONDS))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.message import Weights
+from mamba_eagle.message import ChangeModel, Weights
 from mamba_eagle.server.apis.rollouts.group import GROUP, UpdateInfo, Version, listed, take, version
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, read, says
 from mamba_eagle.server.errors import RequestError, json_response
@@ -95,6 +95,6 @@ async def get_weight_version(request: Request) -> Response:
 
 async def _update(state: ServerState, target: str, drafter: str, version: str) -> None:
     """Raises: RequestError"""
-    given: dict[str, Any] = {"target": target, "drafter": drafter, "version": version}
-    await answered(state.manager.ask.change(Weights(**given)))
+    asked = ChangeModel(weights=Weights(target=target, drafter=drafter, version=version))
+    await answered(state.manager.ask(asked, CHANGE_SECONDS))
     state.manager.weight_version = version or state.manager.weight_version
