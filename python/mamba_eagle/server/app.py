@@ -56,6 +56,11 @@ HEALTH_TIMEOUT = 20.0
 SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 # Without a key: the page asks for it, and what there is to ask is not secret.
 OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
+ROOMS = (
+    *(generate, openai, responses, anthropic, score, embeddings),
+    *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
+    *(rollouts, batches, openapi, page),
+)
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -106,12 +111,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     app.state.responses = ResponseStore()
     app.state.batches = BatchStore(app, state.lifetime, state.folder)
-    rooms = (
-        *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-        *(rollouts, batches, openapi, page),
-    )
-    parts = (router, *(room.router for room in rooms))
+    parts = (router, *(room.router for room in ROOMS))
     for part in parts:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]

@@ -10,7 +10,7 @@ from mamba_eagle.limits import MAX_MODEL_LENGTH
 from mamba_eagle.message import LoadAdapter, UnloadAdapter
 from mamba_eagle.server.apis.rollouts.operator import trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, needs
+from mamba_eagle.server.bodies.model import Body, needs, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, heard
 
@@ -32,8 +32,8 @@ class LoadBody(Body):
     lora_path: Annotated[str, kinds.short(MAX_FOLDER)] = needs("its folder, on the server's disk")
 
 
-@router.post("/load_lora_adapter")
-@router.post("/v1/load_lora_adapter")
+@router.post("/load_lora_adapter", openapi_extra=takes(LoadBody))
+@router.post("/v1/load_lora_adapter", openapi_extra=takes(LoadBody))
 async def load(request: Request) -> Response:
     """Serves a PEFT adapter under a name, from the next request on; another of that name is
     replaced, and requests that have begun keep it. Takes the admin key, unless the server has none
@@ -48,8 +48,8 @@ async def load(request: Request) -> Response:
     return _loaded(state)
 
 
-@router.post("/unload_lora_adapter")
-@router.post("/v1/unload_lora_adapter")
+@router.post("/unload_lora_adapter", openapi_extra=takes(UnloadBody))
+@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadBody))
 async def unload(request: Request) -> Response:
     """Requests that have begun end with it. Takes the admin key like /load_lora_adapter."""
     state = trusted(request)

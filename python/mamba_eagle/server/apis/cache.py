@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SHOWN
 from mamba_eagle.message import CacheNode, GetState
+from mamba_eagle.server.bodies.model import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.state import heard, server_state
@@ -19,10 +20,12 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 MAX_NODES = 1000  # the scheduler plans no step while it collects them
 DEFAULT_NODES = 50
 MAX_TEXT_TOKENS = 200  # of each node
+NODES = "how many nodes of the tree are listed"
+TEXT = "1: with the beginning of each one's text; takes the admin key"
 router = APIRouter()
 
 
-@router.get("/cache")
+@router.get("/cache", openapi_extra=takes(nodes=NODES, text=TEXT))
 async def cache(request: Request) -> Response:
     """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
     adds the beginning of each one's text, and takes the admin key."""

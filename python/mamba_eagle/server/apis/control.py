@@ -6,16 +6,17 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from mamba_eagle.core import shown
-from mamba_eagle.server.bodies.model import Body, Flag, Text, says
+from mamba_eagle.server.bodies.model import Body, Flag, Text, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.disconnect import unless_gone
 from mamba_eagle.server.state import heard, server_state
 
+IDLE = "seconds to wait for the server to be idle"
 router = APIRouter()
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.api_route("/flush_cache", methods=["GET", "POST"], openapi_extra=takes(timeout=IDLE))
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache; ``?timeout=`` waits that many seconds for the server to be idle."""
     need_admin(request, server_state(request).config, "/flush_cache", by_default=True)
@@ -43,7 +44,7 @@ class AbortBody(Body):
     abort_all: Flag = says("all requests", False)
 
 
-@router.post("/abort_request")
+@router.post("/abort_request", openapi_extra=takes(AbortBody))
 async def abort_request(request: Request) -> Response:
     """Ends the request of exactly this ``rid`` with all its samples, or all requests."""
     body = await server_state(request).read_control(request, AbortBody)

@@ -23,7 +23,7 @@ from mamba_eagle.limits import MAX_EMBEDDINGS
 from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says
+from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
 from mamba_eagle.server.bodies.served import Named
 from mamba_eagle.server.errors import RequestError, json_response
@@ -61,14 +61,13 @@ class EmbeddingJob(msgspec.Struct, kw_only=True):
     normalize: bool
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody))
 async def embeddings(request: Request) -> Response:
     """A vector for each text or list of token ids of ``input``."""
     state = server_state(request)
     job = await state.read(request, parse_embeddings)
     live = state.submit(job.rid, job.prompts)
-    if not await wait_for_success(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
+    await wait_for_success(request, state.manager, live)
     return json_response(await _reply(job, live.samples))
 
 
@@ -125,11 +124,8 @@ async def _reply(job: EmbeddingJob, samples: Sequence[Sample]) -> dict[str, Any]
 def _vector(sample: Sample, normalize: bool) -> Vector:
     """Of float32, little-endian; of length 1 if it is normalized.
 
-    Raises: RequestError if the request was ended, or if the model made numbers that JSON has not.
+    Raises: RequestError if the model made numbers that JSON has not.
     """
-    if not sample.embedding:  # somebody ended it
-        reason = sample.finish.message if sample.finish is not None else ""
-        raise RequestError(f"the request was ended: {reason}")
     vector: Vector = np.frombuffer(sample.embedding, dtype="<f4")
     if not np.isfinite(vector).all():
         raise RequestError("the model's hidden states are not finite", 500)

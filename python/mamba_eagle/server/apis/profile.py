@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.limits import MAX_PROFILED_STEPS
 from mamba_eagle.message import Profile
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.model import Body, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.state import ServerState, heard, server_state
@@ -31,7 +31,7 @@ class ProfileBody(Body):
 router = APIRouter()
 
 
-@router.post("/start_profile")
+@router.post("/start_profile", openapi_extra=takes(ProfileBody))
 async def start_profile(request: Request) -> Response:
     """Records the next ``num_steps`` steps of the model runner. Takes the admin key."""
     state = server_state(request)

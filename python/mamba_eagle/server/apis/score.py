@@ -15,10 +15,10 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
-from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says
+from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.served import Named
 from mamba_eagle.server.errors import RequestError, json_response
@@ -53,7 +53,7 @@ class ScoreBody(Named):
 router = APIRouter()
 
 
-@router.post("/v1/score")
+@router.post("/v1/score", openapi_extra=takes(ScoreBody))
 async def score(request: Request) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
     state = server_state(request)
@@ -61,14 +61,7 @@ async def score(request: Request) -> Response:
     if not job.prompts:
         return json_response(job.reply([]))
     live = state.submit(job.rid, job.prompts)
-    if not await wait_until_done(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
-            raise error
-        if not sample.logprobs:  # somebody ended it
-            reason = sample.finish.message if sample.finish is not None else ""
-            raise RequestError(f"the request was ended: {reason}")
+    await wait_for_success(request, state.manager, live)
     return json_response(job.reply([sample.logprobs[0].named for sample in live.samples]))
 
 

@@ -27,7 +27,7 @@ from mamba_eagle.server.apis.rollouts.operator import (
     trusted,
 )
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.state import ServerState
@@ -121,7 +121,7 @@ class FinishBody(Body):
     weight_version: Version = says("what replies are to call the weights", "")
 
 
-@router.post("/init_weights_update_group")
+@router.post("/init_weights_update_group", openapi_extra=takes(GroupBody))
 async def init_weights_update_group(request: Request) -> Response:
     """Returns once all members have met. Send it while the trainer makes its side of the group."""
     state = trusted(request)
@@ -130,7 +130,7 @@ async def init_weights_update_group(request: Request) -> Response:
     return json_response({"success": True, "message": f"group {body.group_name} has met"})
 
 
-@router.post("/init_weight_transfer_engine")
+@router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
 async def init_weight_transfer_engine(request: Request) -> Response:
     """As /init_weights_update_group, with vLLM's fields."""
     state = trusted(request)
@@ -139,7 +139,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     return json_response({"message": "Weight transfer initialized"})
 
 
-@router.post("/destroy_weights_update_group")
+@router.post("/destroy_weights_update_group", openapi_extra=takes(LeaveBody))
 async def destroy_weights_update_group(request: Request) -> Response:
     """Leaves a group."""
     state = trusted(request)
@@ -148,7 +148,7 @@ async def destroy_weights_update_group(request: Request) -> Response:
     return json_response({"success": True, "message": f"group {name} was left"})
 
 
-@router.post("/update_weights_from_distributed")
+@router.post("/update_weights_from_distributed", openapi_extra=takes(TensorsBody))
 async def update_weights_from_distributed(request: Request) -> Response:
     """Send it while the trainer broadcasts. Names, shapes and dtypes are checked first. During a
     pause the weights change when it ends, with all that has come until then."""
@@ -174,7 +174,7 @@ async def start_weight_update(request: Request) -> Response:
     return json_response({"message": "Weight update started"})
 
 
-@router.post("/finish_weight_update")
+@router.post("/finish_weight_update", openapi_extra=takes(FinishBody))
 async def finish_weight_update(request: Request) -> Response:
     """The weights change, if a group has sent any."""
     state = trusted(request)

@@ -11,7 +11,7 @@ from mamba_eagle.message import Continue, Pause, PauseMode
 from mamba_eagle.server.apis.rollouts.group import finish
 from mamba_eagle.server.apis.rollouts.operator import answered, operated
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, read, says
+from mamba_eagle.server.bodies.model import Body, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, heard, server_state
 
@@ -19,6 +19,7 @@ MAX_NAMES = 1_000_000
 PAUSE_SECONDS = 1800.0  # that requests may take to end
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "retract", "in_place": "keep", "retract": "retract"}
 VLLM_MODES: dict[str, PauseMode] = {"abort": "retract", "keep": "keep", "wait": "wait"}
+MODE, CLEARS = "abort, wait or keep", "false: what is cached stays"
 router = APIRouter()
 
 
@@ -32,7 +33,7 @@ class PauseBody(Body):
     )
 
 
-@router.post("/pause_generation")
+@router.post("/pause_generation", openapi_extra=takes(PauseBody))
 async def pause_generation(request: Request) -> Response:
     """Returns when no step is under way; requests that come wait for `/continue_generation`."""
     state = operated(request)
@@ -41,7 +42,7 @@ async def pause_generation(request: Request) -> Response:
     return json_response({"status": "ok", "message": f"generation is paused ({mode})"})
 
 
-@router.post("/pause")
+@router.post("/pause", openapi_extra=takes(mode=MODE, clear_cache=CLEARS))
 async def pause(request: Request) -> Response:
     """``?mode=`` abort, wait (they run to their end) or keep (they stay, with their states);
     ``?clear_cache=false`` leaves the prefix cache."""
@@ -86,7 +87,7 @@ class AbortsBody(Body):
     )
 
 
-@router.post("/abort_requests")
+@router.post("/abort_requests", openapi_extra=takes(AbortsBody))
 async def abort_requests(request: Request) -> Response:
     """They end with finish reason abort and the tokens so far; nothing is paused."""
     state = operated(request)
