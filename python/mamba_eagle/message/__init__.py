@@ -62,22 +62,32 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     positions: list[int] = []  # prompt positions at which to save the state
 
 
-class Generate(Message):
-    """One sample of one prompt (n > 1 arrives as n messages)."""
+class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What comes back beside a request's tokens."""
 
-    rid: str
-    token_ids: list[int]
-    sampling: SamplingParams
     return_logprob: bool = False
-    logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     token_ids_logprob: list[int] = []  # tokens whose logprobs are wanted at each position
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     return_routed_experts: bool = False
+
+
+class Prompt(Returned, kw_only=True):
+    """A prompt, checked and tokenized, and what to make of it."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
-    priority: int = 0
+    priority: int = 0  # higher ones first
+
+
+class Generate(Prompt, tag=True, kw_only=True):
+    """One sample of one prompt (n > 1 arrives as n messages)."""
+
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
 
 
@@ -412,8 +422,9 @@ class DraftCopy(msgspec.Struct, array_like=True):
     targets: Indices
 
 
-class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the runner is to know of a request, and what precedes its first chunk."""
+class FirstChunk(Returned, kw_only=True):
+    """What the runner is to know of a request, and what precedes its first chunk. With the pooling
+    "mean" it starts at position 0."""
 
     sampling: SamplingParams
     output_start: int  # prompt length as the client counts it: tokens from here on are output
@@ -425,14 +436,8 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     # needs them, the tokens
     prefix_kv_slots: Indices = msgspec.field(default_factory=indices)
     history: Indices = msgspec.field(default_factory=indices)
-    return_logprob: bool = False
-    top_logprobs: int = 0
-    token_ids_logprob: list[int] = []
     logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
-    return_spec_trace: bool = False
-    pooling: str = ""  # as Generate's; "mean" starts at position 0
     adapter: int = -1  # its slot; -1: none
-    return_routed_experts: bool = False
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):

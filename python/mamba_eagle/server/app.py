@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
 from mamba_eagle.config import ServerConfig
@@ -42,10 +42,9 @@ from mamba_eagle.server.apis.rollouts import checks, group, memory, pauses, weig
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.http.at_reply import RequestCount, RequestIds, SimulationMark
 from mamba_eagle.server.http.auth import KeyAuth
 from mamba_eagle.server.http.origins import guard_origins
-from mamba_eagle.server.http.request_count import RequestCount
-from mamba_eagle.server.http.request_id import RequestIds
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
 from mamba_eagle.server.state import ServerState, heard, server_state
@@ -53,7 +52,6 @@ from mamba_eagle.tokenizer.errors import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
-SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 # Without a key: the page asks for it, and what there is to ask is not secret.
 OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 ROOMS = (
@@ -88,22 +86,6 @@ class PlainPaths:
             if path != scope["path"]:
                 scope = {**scope, "path": path}
         await self.app(scope, receive, send)
-
-
-class SimulationMark:
-    """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
-
-    def __init__(self, app: ASGIApp, length: float) -> None:
-        self.app = app
-        self.header = (SIMULATION_HEADER.encode(), f"{length:g}".encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), self.header]
-            await send(message)
-
-        await self.app(scope, receive, marked if scope["type"] == "http" else send)
 
 
 def make_app(state: ServerState) -> FastAPI:

@@ -30,8 +30,8 @@ from mamba_eagle.server.bodies.prompts import PromptReader
 from mamba_eagle.server.bodies.reception import Bodies
 from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.at_reply import trace_parent
 from mamba_eagle.server.http.auth import api_keys
-from mamba_eagle.server.http.request_id import trace_parent
 from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
@@ -25,7 +24,7 @@ from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
-from mamba_eagle.server.bodies.served import Named
+from mamba_eagle.server.bodies.served import Job, Named
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest, Sample
@@ -51,16 +50,6 @@ class EmbeddingsBody(Named):
     normalize: Flag = says("to a length of 1", True)
 
 
-class EmbeddingJob(msgspec.Struct, kw_only=True):
-    """What a body asks for."""
-
-    rid: str
-    model: str
-    prompts: list[PromptRequest]
-    as_base64: bool
-    normalize: bool
-
-
 @router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody))
 async def embeddings(request: Request) -> Response:
     """A vector for each text or list of token ids of ``input``."""
@@ -71,7 +60,7 @@ async def embeddings(request: Request) -> Response:
     return json_response(await _reply(job, live.samples))
 
 
-def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob:
+def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[EmbeddingsBody]:
     """Raises: RequestError 400"""
     body = read(EmbeddingsBody, values)
     count = count_prompts(body.input)
@@ -97,19 +86,15 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob
         for name, prompt in zip(names, ids)
     ]
     check_demand(prompts, state.context_length)
-    return EmbeddingJob(
-        rid=rid,
-        model=body.model or state.model_name,
-        prompts=prompts,
-        as_base64=body.encoding_format == "base64",
-        normalize=body.normalize,
-    )
+    return Job(body=body, rid=rid, prompts=prompts, model=body.model or state.model_name)
 
 
-async def _reply(job: EmbeddingJob, samples: Sequence[Sample]) -> dict[str, Any]:
+async def _reply(job: Job[EmbeddingsBody], samples: Sequence[Sample]) -> dict[str, Any]:
+    as_base64 = job.body.encoding_format == "base64"
+
     def part(number: int) -> dict[str, Any]:
-        vector = _vector(samples[number], job.normalize)
-        made = base64.b64encode(vector.tobytes()).decode() if job.as_base64 else vector.tolist()
+        vector = _vector(samples[number], job.body.normalize)
+        made = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         return {"object": "embedding", "index": number, "embedding": made}
 
     tokens = sum(len(sample.prompt.token_ids) for sample in samples)

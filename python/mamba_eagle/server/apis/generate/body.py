@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from typing import Annotated, Any
-
-import msgspec
 
 from mamba_eagle.limits import (
     MAX_RID_LENGTH,
@@ -19,7 +18,7 @@ from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
 from mamba_eagle.server.bodies.model import Flag, OneOrEach, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
-from mamba_eagle.server.bodies.served import Served
+from mamba_eagle.server.bodies.served import Job, Served
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -77,15 +76,9 @@ class GenerateBody(Served):
     }
 
 
-class GenerateJob(msgspec.Struct, kw_only=True):
-    """A /generate body, understood."""
-
-    rid: str
-    prompts: list[PromptRequest]
+@dataclass(kw_only=True)
+class GenerateJob(Job[GenerateBody]):
     as_list: bool  # the reply is a list
-    stream: bool
-    incremental: bool  # a stream's events have what is new, not all so far
-    text_in_logprobs: bool
 
 
 def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
@@ -124,15 +117,8 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
             )
         )
     check_demand(requests, state.context_length)
-    pieces = body.incremental
-    return GenerateJob(
-        rid=rid,
-        prompts=requests,
-        as_list=is_batch or num_samples > 1,
-        stream=body.stream,
-        incremental=state.config.incremental_streaming_output if pieces is None else pieces,
-        text_in_logprobs=body.return_text_in_logprobs,
-    )
+    as_list = is_batch or num_samples > 1
+    return GenerateJob(body=body, rid=rid, prompts=requests, as_list=as_list)
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────

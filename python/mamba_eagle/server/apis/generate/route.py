@@ -31,9 +31,11 @@ async def generate(request: Request) -> Response:
     job = await state.read(request, parse_generate)
     live = state.submit(job.rid, job.prompts)
     tokenizer = state.manager.tokenizer
-    kind = PieceReply if job.stream and job.incremental else Reply
-    replies = [kind(sample, tokenizer, job.text_in_logprobs) for sample in live.samples]
-    if job.stream:
+    pieces = job.body.incremental
+    pieces = state.config.incremental_streaming_output if pieces is None else pieces
+    kind = PieceReply if job.body.stream and pieces else Reply
+    replies = [kind(sample, tokenizer, job.body.return_text_in_logprobs) for sample in live.samples]
+    if job.body.stream:
         events = stream_replies(state, job, live, replies)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(live), keep_alive)

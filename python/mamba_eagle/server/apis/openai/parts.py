@@ -187,7 +187,7 @@ async def serve_parts(
     live = state.submit(chat.job.rid, chat.job.prompts)
     parts = Parts(live.samples[0], chat.form.parser())
     written = Written(live, parts.all)
-    if chat.job.stream:
+    if chat.job.body.stream:
         return EventStream(
             _stream(state, parts, written, reply),
             lambda: state.manager.release(live),

@@ -63,7 +63,7 @@ async def _serve(
     tokenizer = state.prompts.need_tokenizer(request.url.path)
     choices = [make_choice(sample, tokenizer) for sample in live.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
-    if job.stream:
+    if job.body.stream:
         events = _stream(state, job, live, choices, head)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(live), keep_alive)
@@ -72,7 +72,7 @@ async def _serve(
         choices[sample.index].take_logprobs()
 
     await wait_for_success(request, state.manager, live, take)
-    given = best_of_each(choices, job.given)
+    given = best_of_each(choices, job.body.n)
     return json_response(
         {
             **head,
@@ -105,6 +105,7 @@ async def _stream(
     head: dict[str, Any],
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": choices[0].chunk_name}
+    options = job.body.stream_options
     begun = False
     interval = state.config.stream_interval
     async for sample in updates(live, lambda sample: interval):
@@ -118,12 +119,12 @@ async def _stream(
         for piece in choice.pieces():
             begun = True
             chunk = {**head, "choices": [piece]}
-            if job.continuous_usage:
+            if options.continuous_usage_stats:
                 chunk["usage"] = sample_usage(sample)
-            elif job.include_usage:
+            elif options.include_usage:
                 chunk["usage"] = None
             yield event(chunk)
-    if job.include_usage:
+    if options.include_usage:
         yield event({**head, "choices": [], "usage": usage(live)})
     yield DONE
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
 from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
+from mamba_eagle.server.apis.openai.route import usage
 from mamba_eagle.server.apis.sse import sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says, takes
@@ -66,16 +67,8 @@ async def generate(request: Request) -> Response:
     job = await state.read(request, parse_tokens)
     live = state.submit(job.rid, job.prompts)
     await wait_for_success(request, state.manager, live, error_of=sample_error)
-    last = live.samples[-1].last
-    prompt, output = last.prompt_tokens, sum(len(sample.output_ids) for sample in live.samples)
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
-    }
     choices = [_choice(sample) for sample in live.samples]
-    return json_response({"request_id": job.rid, "choices": choices, "usage": usage})
+    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(live)})
 
 
 def _choice(sample: Sample) -> dict[str, Any]:
