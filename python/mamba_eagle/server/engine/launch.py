@@ -128,7 +128,7 @@ class Launch(ABC):
                 )
                 self.judge = state.judge
                 # reads a long text: not beside requests
-                if not await self._ended_before(_in_thread(state.grammars.special)):
+                if not await self._ended_before(_in_thread(lambda: state.grammars.special)):
                     self.judge.start()
                     await self.serve(state)
             return await self.ending
