@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from benchmark.lib import adaptive
 from benchmark.lib.adaptive import ADAPTIVE, USELESS, Adaptive
 from benchmark.lib.answering import Answering, Engine, RemoteServer
+from benchmark.lib.problems import prompt_ids
 from benchmark.lib.rounds import Contestant, Round, play_rounds
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
@@ -47,7 +48,7 @@ TARGET, DRAFTER = HERE / "models" / "nemotron-nano-9b-v2", HERE / "models" / "ll
 def problems() -> list[list[int]]:
     """The embedded ones, as token ids."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    return gsm8k.prompt_ids(gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS), tokenizer)
+    return prompt_ids(gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS), tokenizer)
 
 
 def any_tokens(length: int = 256) -> list[list[int]]:

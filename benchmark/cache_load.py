@@ -25,9 +25,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmark.lib.client import StreamClient
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import Client
 
 VOCAB = 500  # token ids up to here, which every model has
 
@@ -36,7 +36,7 @@ VOCAB = 500  # token ids up to here, which every model has
 class Load:
     """What a load asks, and what came of it."""
 
-    client: Client
+    client: StreamClient
     seed: int
     first_seconds: list[float] = field(default_factory=list)  # until the first token
     prompt_tokens = cached_tokens = output_tokens = 0
@@ -112,7 +112,7 @@ async def timed(load: Load, work: Awaitable[None], name: str, config: str) -> di
 
 
 async def measure(base_url: str, config: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    async with Client(base_url) as client:
+    async with StreamClient(base_url) as client:
         warm = Load(client, seed=1)
         await asyncio.gather(*(warm.ask([10 + i] * 100, 16) for i in range(args.clients)))
         load = Load(client, seed=2)

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmark.lib.client import StreamClient
 from benchmark.lib.server import ServerProcess
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import Client
 from mamba_eagle.cache.node import as_tokens, common_prefix
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import problem_texts
@@ -43,7 +43,7 @@ TURNS = 7
 class Ledger:
     """What has been run, and what of it was reused."""
 
-    client: Client
+    client: StreamClient
     tokenizer: TextTokenizer
     ran: list[np.ndarray] = field(default_factory=list)
     cached = shareable = requests = computed = 0
@@ -255,7 +255,7 @@ async def _(ledger: Ledger, rng: random.Random) -> None:
 
 async def measure(base_url: str, names: Sequence[str], tokenizer: TextTokenizer) -> list[Ledger]:
     ledgers = []
-    async with Client(base_url) as client, httpx.AsyncClient(base_url=base_url) as admin:
+    async with StreamClient(base_url) as client, httpx.AsyncClient(base_url=base_url) as admin:
         for name in names:
             (await admin.post("/flush_cache", timeout=60)).raise_for_status()
             ledger = Ledger(client, tokenizer)

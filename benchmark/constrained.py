@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from llguidance import TokenizerWrapper
 
+from benchmark.lib.problems import prompt_ids
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.config import EngineConfig, add_arguments, from_arguments
@@ -377,7 +378,7 @@ def extraction(args: argparse.Namespace) -> Iterator[results.Line]:
     """JSON of a fixed schema from the embedded problems: tokens per second of decoding."""
     config = resolve(from_arguments(EngineConfig, args))
     questions = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, args.problems).questions
-    prompts = gsm8k.prompt_ids(questions, load_tokenizer(config))
+    prompts = prompt_ids(questions, load_tokenizer(config))
     params = SamplingParams(
         temperature=0.0,
         max_new_tokens=160,

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.constrained import RESULTS, random_schema
+from benchmark.lib.client import StreamClient
 from benchmark.lib.served import percentile
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import Body, Client
+from mamba_eagle.bench.client import Body
 
 STREAMS = 8
 PLAIN, ONE_SCHEMA, SCHEMAS = "without a grammar", "of one schema", "each of its own schema"
@@ -34,7 +35,7 @@ TOKENS = 4  # of each request
 class Streams:
     """Requests that are always under way, and the times between their events."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: StreamClient) -> None:
         self.client, self.gaps = client, list[float]()
 
     async def run(self, number: int) -> None:
@@ -63,7 +64,9 @@ def schemas(luck: random.Random) -> Iterator[dict[str, Any]]:
         yield {**schema, "properties": {**schema["properties"], name: {"type": "boolean"}}}
 
 
-async def flood(client: Client, kind: str, args: argparse.Namespace, luck: random.Random) -> None:
+async def flood(
+    client: StreamClient, kind: str, args: argparse.Namespace, luck: random.Random
+) -> None:
     """``args.requests`` requests of a kind, ``args.pace`` per second."""
     fresh = schemas(luck)
     shared = next(schemas(random.Random(1)))
@@ -82,7 +85,7 @@ async def measure(args: argparse.Namespace, base_url: str) -> list[results.Line]
     gaps: dict[str, list[float]] = {kind: [] for kind in (PLAIN, ONE_SCHEMA, SCHEMAS)}
     rounds: dict[str, list[float]] = {kind: [] for kind in gaps}
     luck = random.Random(args.seed)
-    async with Client(base_url) as client:
+    async with StreamClient(base_url) as client:
         streams = Streams(client)
         running = [asyncio.create_task(streams.run(i)) for i in range(STREAMS)]
         for round_ in range(args.rounds + 1):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmark.lib.processor import cpu_features
 from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
@@ -352,7 +353,7 @@ def main() -> None:
     if args.files_only:
         return
     play_rounds(field, Player.play, args.rounds, args.max_seconds)
-    about = {"cpu": facts.cpu_model(), "cpu_features": facts.cpu_features()}
+    about = {"cpu": facts.cpu_model(), "cpu_features": cpu_features()}
     about |= {"torch": torch.__version__, "commit": facts.commit(), "date": facts.today()}
     lines = report(field, about)
     if args.result_filename:

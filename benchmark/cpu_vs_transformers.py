@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from benchmark.lib.processor import cpu_features
 from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
@@ -227,7 +228,7 @@ def main() -> None:
         "output_len": args.output_len,
         "repetitions": len(field[0].rounds),
         "cpu": facts.cpu_model(),
-        "cpu_features": facts.cpu_features(),
+        "cpu_features": cpu_features(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmark.lib.problems import prompt_ids
 from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, sized_for
@@ -76,7 +77,7 @@ class Problems:
     def __init__(self, config: EngineConfig, count: int) -> None:
         self.tokenizer = load_tokenizer(config)
         questions = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count).questions
-        self.prompts = gsm8k.prompt_ids(questions, self.tokenizer)
+        self.prompts = prompt_ids(questions, self.tokenizer)
         self.results = [gsm8k.answer_value(problem.answer) for problem in questions]
 
     def ask(self, player: Player, count: int, batch: int, temperature: float) -> ProblemsRound:

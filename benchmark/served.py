@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmark.lib.client import StreamClient
 from benchmark.lib.served import Scenario, Summary, run, scenarios
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import Client
 
 TIMEOUT = 300.0  # seconds without a byte
 MAX_RATIO = 2.0  # of p99 to p50 between tokens
@@ -63,7 +63,7 @@ async def measure(args: argparse.Namespace, base_url: str, about: dict[str, Any]
     wrong: list[str] = []
     chosen = [each for each in scenarios(args.requests) if each.name in args.scenarios]
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    async with Client(base_url, args.api_key, TIMEOUT) as client:
+    async with StreamClient(base_url, args.api_key, TIMEOUT) as client:
         info = await client.server_info()
         about |= {
             "simulated_accept_length": info.get("simulate_acc_len") or None,

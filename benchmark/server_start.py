@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.lib.adaptive import dummy_model_flags
+from benchmark.lib.client import server_info
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import generate_all, server_info
+from mamba_eagle.bench.client import generate_all
 
 HERE = Path(__file__).parent
 GEOMETRY = dummy_model_flags(HERE / "models" / "nemotron-nano-9b-v2")

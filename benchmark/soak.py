@@ -21,11 +21,12 @@ import sys
 import time
 from typing import Any
 
+from benchmark.lib.client import StreamClient
 from benchmark.lib.memory import MemoryWatch
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from benchmark.lib.soak import Load, Soak
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.client import Client, ServerError
+from mamba_eagle.bench.client import ServerError
 from mamba_eagle.eval import gsm8k
 
 TIMEOUT = 120.0  # seconds without a byte
@@ -54,7 +55,7 @@ async def soak(args: argparse.Namespace, base_url: str) -> Soak:
         allow_different_texts=args.allow_different_texts,
     )
     connections = 2 * args.clients + 2  # a client holds its stream's while it posts an abort
-    async with Client(base_url, args.api_key, TIMEOUT, connections) as client:
+    async with StreamClient(base_url, args.api_key, TIMEOUT, connections) as client:
         running = Soak(load, client)
         await running.run()
     return running

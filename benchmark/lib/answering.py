@@ -10,8 +10,9 @@ from typing import Protocol
 
 import msgspec
 
+from benchmark.lib.client import server_info
 from benchmark.lib.rounds import Round
-from mamba_eagle.bench.client import generate_all, server_info
+from mamba_eagle.bench.client import generate_all
 from mamba_eagle.config import ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate, SpeculationState

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mamba_eagle.bench.client import Body, Client
+from benchmark.lib.client import StreamClient
+from mamba_eagle.bench.client import Body
 
 GREEDY = {"temperature": 0.0}
 FIRST_ID = 16  # of random tokens: lower ones may end a text
@@ -127,7 +128,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else 0.0
 
 
-async def timed(client: Client, body: Body) -> Timing:
+async def timed(client: StreamClient, body: Body) -> Timing:
     """Raises: ServerError"""
     stream = Stream(time.perf_counter())
     meta: dict[str, Any] = {}
@@ -159,7 +160,7 @@ def summarize(
     )
 
 
-async def run(scenario: Scenario, client: Client) -> Summary:
+async def run(scenario: Scenario, client: StreamClient) -> Summary:
     """All clients at once, until each has its answers.
 
     Raises: ServerError if the server does not say how it is; failed requests are counted.
@@ -188,6 +189,6 @@ async def run(scenario: Scenario, client: Client) -> Summary:
     return summarize(timings, len(failures), seconds, busy, int(compiled))
 
 
-async def _state(client: Client) -> dict[str, float]:
+async def _state(client: StreamClient) -> dict[str, float]:
     state: dict[str, float] = (await client.server_info())["internal_states"][0]
     return state

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mamba_eagle.bench.client import Client, Reply, ServerError
+from benchmark.lib.client import StreamClient
+from mamba_eagle.bench.client import Reply, ServerError
 
 IDLE_SECONDS = 30.0  # in which the server must have freed everything
 MAX_PROBLEMS = 10  # then the load ends
@@ -46,7 +47,9 @@ class Soak:
     """The clients' common state. ``outcomes`` counts requests, ``problems`` says what was wrong,
     ``tokens`` counts those of requests that were read to their end."""
 
-    def __init__(self, load: Load, client: Client, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(
+        self, load: Load, client: StreamClient, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
         self.load, self.client, self.idle_seconds = load, client, idle_seconds
         self.rng = random.Random(load.seed)
         self.texts: dict[tuple[int, int], str] = {}  # (prompt, length): the first answer

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import httpx
 
@@ -51,6 +51,9 @@ class ServerError(RuntimeError):
         self.status, self.message = status, message
 
 
+C = TypeVar("C", bound="Client")
+
+
 class Client:
     """Asynchronous; to be entered before use. Every method raises ServerError, and only that."""
 
@@ -72,7 +75,7 @@ class Client:
             "trust_env": False,  # a proxy of the environment is not meant for a model server
         }
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self: C) -> C:
         with self._translated():
             self._http = httpx.AsyncClient(base_url=self.base_url, **self._settings)
         return self
@@ -106,38 +109,6 @@ class Client:
             response = await self._http.post("/tokenize", json={"prompt": text})
         tokens: list[int] = self._content(response)["tokens"]
         return tokens
-
-    @contextlib.asynccontextmanager
-    async def stream(self, body: Body) -> AsyncIterator[AsyncIterator[Reply]]:
-        """Entered when the server has accepted the request; gives the pieces as they come.
-        Leaving early closes the connection, which ends the request."""
-        with self._translated():
-            content = {**body, "stream": True}
-            async with self._http.stream("POST", "/generate", json=content) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise self._refusal(response)
-                yield self._pieces(response)
-
-    async def _pieces(self, response: httpx.Response) -> AsyncIterator[Reply]:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            piece: Reply = json.loads(line[len("data: ") :])
-            if "error" in piece:
-                error = piece["error"]
-                raise ServerError(f"{self.base_url} ended a stream: {error}", error.get("code", 0))
-            yield piece
-
-    async def abort(self, rid: str) -> None:
-        """Ends the request with this id, if there is one."""
-        with self._translated():
-            await self._http.post("/abort_request", json={"rid": rid})
-
-    async def server_info(self) -> Reply:
-        with self._translated():
-            response = await self._http.get("/server_info")
-        return self._content(response)
 
     async def cache(self) -> Reply:
         """What the prefix cache holds."""
@@ -192,19 +163,6 @@ def generate_all(
     async def run() -> list[Reply]:
         async with Client(base_url, api_key, timeout, connections=parallel) as client:
             return await client.generate_all(bodies, parallel, on_reply)
-
-    return asyncio.run(run())
-
-
-def server_info(base_url: str, api_key: str = "", timeout: float = 30.0) -> Reply:
-    """What GET /server_info answers.
-
-    Raises: ServerError
-    """
-
-    async def run() -> Reply:
-        async with Client(base_url, api_key, timeout) as client:
-            return await client.server_info()
 
     return asyncio.run(run())
 

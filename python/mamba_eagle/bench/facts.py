@@ -14,10 +14,6 @@ from typing import Any
 import torch
 
 COPIED_BYTES = 2**31
-CPU_FEATURES = {
-    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
-    *("amx_tile", "amx_int8", "amx_bf16"),
-}
 
 
 def facts(device: str = "auto") -> dict[str, Any]:
@@ -81,20 +77,6 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def cpu_features() -> list[str]:
-    """Those of the processor's instructions that decide how fast products are, or those to which
-    Numba is narrowed."""
-    if narrowed := os.environ.get("NUMBA_CPU_FEATURES"):
-        return [name for name in CPU_FEATURES if f"+{name}" in narrowed.split(",")]
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return [name for name in line.split() if name in CPU_FEATURES]
-    except OSError:
-        pass
-    return []
 
 
 def hardware(device: str = "auto") -> str:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mamba_eagle.embedded import ASSETS
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 EMBEDDED_PROBLEMS = ASSETS / "gsm8k_style_test.jsonl"
 STOP = ["Question", "Assistant:", "<|separator|>"]
@@ -70,12 +67,6 @@ def make_prompt(shots: list[Example], question: str) -> str:
     """Solved examples joined by blank lines, then the question: ends with ``Answer:``."""
     solved = [f"Question: {shot.question}\nAnswer: {shot.answer}" for shot in shots]
     return "\n\n".join([*solved, f"Question: {question}\nAnswer:"])
-
-
-def prompt_ids(problems: list[Example], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the problems' prompts, without solved examples."""
-    texts = [make_prompt([], problem.question) for problem in problems]
-    return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def answer_value(text: str) -> int | None:

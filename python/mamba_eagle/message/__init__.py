@@ -1,12 +1,12 @@
 """The whole protocol between the three processes.
 
     server    ── Generate, Abort, StopAt ────────────────────────▶ scheduler
-    server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
+    server    ── FlushCache, GetState, Profile ──────────────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
-    server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
-    server    ◀── ProfileReply, AdapterReply, Done, RankReply ──── scheduler
+    server    ◀── Ready, Outputs, StateReply ───────────────────── scheduler
+    server    ◀── ProfileReply, Done, RankReply ────────────────── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ── ChangeModel ────────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
@@ -23,7 +23,7 @@ target has. The last token of a request is never processed: ``processed = total 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,22 @@ from mamba_eagle.message.indices import Indices, indices
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Base of every message; the class name travels as its tag."""
+
+
+class Answer(Message):
+    """Of a question, whose ``call_id`` it repeats."""
+
+    call_id: int
+    problem: str = ""  # why nothing has changed
+
+
+A = TypeVar("A")
+
+
+class Question(Message, Generic[A], kw_only=True):
+    """Answered by an ``A``, or by one of each rank."""
+
+    call_id: int = 0  # given where it is asked (tokenizer/questions.py)
 
 
 # ── server → scheduler ───────────────────────────────────────────────────────────────────────
@@ -46,22 +62,32 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     positions: list[int] = []  # prompt positions at which to save the state
 
 
-class Generate(Message):
-    """One sample of one prompt (n > 1 arrives as n messages)."""
+class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What comes back beside a request's tokens."""
 
-    rid: str
-    token_ids: list[int]
-    sampling: SamplingParams
     return_logprob: bool = False
-    logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     token_ids_logprob: list[int] = []  # tokens whose logprobs are wanted at each position
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     return_routed_experts: bool = False
+
+
+class Prompt(Returned, kw_only=True):
+    """A prompt, checked and tokenized, and what to make of it."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
-    priority: int = 0
+    priority: int = 0  # higher ones first
+
+
+class Generate(Prompt, tag=True, kw_only=True):
+    """One sample of one prompt (n > 1 arrives as n messages)."""
+
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
 
 
@@ -79,49 +105,37 @@ class StopAt(Message):
     matched: str  # the stop string
 
 
-class FlushCache(Message):
-    """Empty the prefix cache; answered by a FlushReply with the same call_id."""
-
-    call_id: int
+class FlushCache(Question["Done"]):
+    """Empty the prefix cache, unless requests run or wait."""
 
 
-class GetState(Message):
-    """Ask for gauges and counters; answered by a StateReply with the same call_id."""
+class GetState(Question["StateReply"]):
+    """Gauges and counters, and what the prefix cache holds: the first ``max_nodes`` nodes of its
+    tree, with up to ``max_tokens`` of their tokens each."""
 
-    call_id: int
-
-
-class GetCache(Message):
-    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree, with up to
-    ``max_tokens`` of their tokens each."""
-
-    call_id: int
-    max_nodes: int
+    max_nodes: int = 0
     max_tokens: int = 0
 
 
-class Profile(Message):
+class Profile(Question["ProfileReply"]):
     """Record the next ``steps`` steps in a file at ``path``, or, with 0 steps, end what is being
-    recorded; goes on to the runner, which answers with a ProfileReply of the same call_id."""
+    recorded; goes on to the runner, which answers."""
 
-    call_id: int
     path: str = ""
     steps: int = 0
 
 
-class LoadAdapter(Message):
+class LoadAdapter(Question["Done"]):
     """Serve the adapter in the folder ``path`` under ``name`` from now on, in place of another of
-    that name; answered by an AdapterReply with the same call_id."""
+    that name."""
 
-    call_id: int
     name: str
     path: str
 
 
-class UnloadAdapter(Message):
-    """Serve it no more; requests that have begun end with it. Answered like LoadAdapter."""
+class UnloadAdapter(Question["Done"]):
+    """Serve it no more; requests that have begun end with it."""
 
-    call_id: int
     name: str
 
 
@@ -130,17 +144,14 @@ class UnloadAdapter(Message):
 PauseMode = Literal["keep", "retract", "wait"]
 
 
-class Pause(Message):
-    """No request begins until a Continue; answered by a Done once no step is under way."""
+class Pause(Question["Done"]):
+    """No request begins until a Continue; answered once no step is under way."""
 
-    call_id: int
     mode: PauseMode
 
 
-class Continue(Message):
-    """Ends a pause, if there is one; answered by a Done."""
-
-    call_id: int
+class Continue(Question["Done"]):
+    """Ends a pause, if there is one."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -152,12 +163,10 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     received: bool = False  # the folders hold what groups have sent; all else is as before
 
 
-class ChangeModel(Message):
+class ChangeModel(Question["Done"]):
     """Load other weights, give memory back, or take it again; goes on to the runner once no request
-    holds a slot and the prefix cache is empty. Answered by a Done: if it names a problem, all is
-    as it was."""
+    holds a slot and the prefix cache is empty."""
 
-    call_id: int
     weights: Weights | None = None
     release: list[str] = []  # tags (core.MEMORY_TAGS); memory is free while one is released
     resume: list[str] = []
@@ -209,10 +218,9 @@ class SumWeights(msgspec.Struct, tag=True):
 RankTask = JoinGroup | LeaveGroup | TakeTensors | SumWeights
 
 
-class AskRanks(Message):
-    """Done by each rank beside its steps; each answers with a RankReply."""
+class AskRanks(Question["list[RankReply]"]):
+    """Done by each rank beside its steps."""
 
-    call_id: int
     task: RankTask
 
 
@@ -300,14 +308,6 @@ class Outputs(Message):
     outputs: list[RequestOutput]
 
 
-class FlushReply(Message):
-    """Answers a FlushCache."""
-
-    call_id: int
-    ok: bool
-    message: str = ""  # why not, if not ok
-
-
 class ShapeUse(msgspec.Struct, kw_only=True):
     """Statistics of the decode steps of one tree shape since the start, over all batch sizes."""
 
@@ -337,47 +337,6 @@ class CacheUse(msgspec.Struct, kw_only=True):
     lost_copies: dict[str, int] = {}  # what could not be copied or read there, by tier
 
 
-class StateReply(Message):
-    """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
-
-    call_id: int
-    state: dict[str, float]
-    speculation: SpeculationState
-    cache: CacheUse = msgspec.field(default_factory=CacheUse)
-
-
-class ProfileReply(Message):
-    """Answers a Profile; the runner's, which the scheduler passes on."""
-
-    call_id: int
-    path: str = ""  # of the trace, which is whole once a Profile of 0 steps was answered
-    steps: int = 0  # that it holds so far
-    problem: str = ""  # why nothing happened
-
-
-class AdapterReply(Message):
-    """Answers a LoadAdapter or an UnloadAdapter."""
-
-    call_id: int
-    problem: str = ""  # why nothing has changed
-
-
-class Done(Message):
-    """Answers a Pause, a Continue or a ChangeModel; of the last, the runner's."""
-
-    call_id: int
-    problem: str = ""  # why nothing has changed
-
-
-class RankReply(Message):
-    """A rank's answer to an AskRanks."""
-
-    call_id: int
-    rank: int
-    problem: str = ""  # why nothing has changed
-    checksums: dict[str, str] = {}  # hexadecimal digits, by tensor
-
-
 class CacheNode(msgspec.Struct, kw_only=True):
     """A run of tokens in the prefix cache's tree: [start, start + tokens) of some prefixes."""
 
@@ -392,13 +351,31 @@ class CacheNode(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []  # the first ones, if they were asked for
 
 
-class CacheReply(Message):
-    """Answers a GetCache."""
+class StateReply(Answer, kw_only=True):
+    """For /server_info, /get_load, /metrics and /cache."""
 
-    call_id: int
-    state: dict[str, float]  # as in StateReply
-    cache: CacheUse
-    nodes: list[CacheNode]  # parents before their children
+    state: dict[str, float]
+    speculation: SpeculationState
+    cache: CacheUse = msgspec.field(default_factory=CacheUse)
+    nodes: list[CacheNode] = []  # parents before their children
+
+
+class ProfileReply(Answer, kw_only=True):
+    """The runner's, which the scheduler passes on."""
+
+    path: str = ""  # of the trace, which is whole once a Profile of 0 steps was answered
+    steps: int = 0  # that it holds so far
+
+
+class Done(Answer):
+    """Done, unless it names a problem: then all is as it was. Of a ChangeModel, the runner's."""
+
+
+class RankReply(Answer, kw_only=True):
+    """A rank's own."""
+
+    rank: int
+    checksums: dict[str, str] = {}  # hexadecimal digits, by tensor
 
 
 # ── scheduler → runner ───────────────────────────────────────────────────────────────────────
@@ -445,8 +422,9 @@ class DraftCopy(msgspec.Struct, array_like=True):
     targets: Indices
 
 
-class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the runner is to know of a request, and what precedes its first chunk."""
+class FirstChunk(Returned, kw_only=True):
+    """What the runner is to know of a request, and what precedes its first chunk. With the pooling
+    "mean" it starts at position 0."""
 
     sampling: SamplingParams
     output_start: int  # prompt length as the client counts it: tokens from here on are output
@@ -458,14 +436,8 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     # needs them, the tokens
     prefix_kv_slots: Indices = msgspec.field(default_factory=indices)
     history: Indices = msgspec.field(default_factory=indices)
-    return_logprob: bool = False
-    top_logprobs: int = 0
-    token_ids_logprob: list[int] = []
     logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
-    return_spec_trace: bool = False
-    pooling: str = ""  # as Generate's; "mean" starts at position 0
     adapter: int = -1  # its slot; -1: none
-    return_routed_experts: bool = False
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -705,12 +677,10 @@ class Heartbeat(Message):
 
 BEAT_SECONDS = 0.5
 
-Changes = LoadAdapter | UnloadAdapter
-Control = Pause | Continue | ChangeModel | AskRanks
-Question = FlushCache | GetState | GetCache | Profile | Changes | Control
-ToScheduler = Generate | Abort | StopAt | Question
-Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done | RankReply
-ToServer = Ready | Outputs | Answer
+Adapting = LoadAdapter | UnloadAdapter
+Changing = Pause | Continue | ChangeModel | AskRanks
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | Profile | Adapting | Changing
+ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply
 ForAdapters = ReadAdapter | DropAdapter
 ToRunner = (
     Plan

@@ -7,7 +7,7 @@ scheduler's, which is asked for them when /metrics is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,6 +26,7 @@ from mamba_eagle.metrics.aliases import PREFIX, with_aliases
 from mamba_eagle.metrics.request_log import RequestLog
 
 if TYPE_CHECKING:
+    from mamba_eagle.metrics.tracing import Tracer  # its packages are an extra
     from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 
@@ -57,18 +58,11 @@ GAUGES = {
     "num_compiled_kernels": "kernels compiled and graphs captured while serving, each a stall",
     "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
+F = TypeVar("F", Counter, Gauge, Histogram)
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 disable_created_metrics()  # they double the number of series, and no dashboard reads them
-
-
-class Tracer(Protocol):
-    """Writes spans; metrics/tracing.py is one."""
-
-    def ended(self, sample: Sample) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _OfScheduler(Collector):
@@ -111,8 +105,8 @@ class _OfScheduler(Collector):
                 family.add_metric([self.model, value], count)
             yield family
         for name, help_text, count in (
-            ("cache_evicted_states", "states evicted", self.cache.evicted_states),
-            ("cache_evicted_tokens", "KV slots evicted", self.cache.evicted_tokens),
+            ("cache_evicted_states", "states evicted", cache.evicted_states),
+            ("cache_evicted_tokens", "KV slots evicted", cache.evicted_tokens),
         ):
             family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             family.add_metric([self.model], count)
@@ -139,14 +133,10 @@ class Recorder:
         self.registry.register(self._scheduler)
 
         def counter(name: str, help_text: str) -> Counter:
-            family = Counter(PREFIX + name, help_text, ["model_name"], registry=self.registry)
-            return family.labels(model)
+            return self._family(Counter, name, help_text).labels(model)
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(
-                PREFIX + name, help_text, ["model_name"], buckets=buckets, registry=self.registry
-            )
-            return family.labels(model)
+            return self._family(Histogram, name, help_text, buckets=buckets).labels(model)
 
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
         self.generation_tokens = counter("generation_tokens", "output tokens")
@@ -171,36 +161,39 @@ class Recorder:
 
     def _register_by_label(self) -> None:
         """Those that have a label besides the model's name, and facts."""
-
-        def counter(name: str, help_text: str, *labels: str) -> Counter:
-            labels = ("model_name", *labels)
-            return Counter(PREFIX + name, help_text, labels, registry=self.registry)
-
-        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
-            labels = ("model_name", *labels)
-            return Gauge(PREFIX + name, help_text, labels, registry=self.registry)
-
-        self._finished_by_reason = counter(
+        family = self._family
+        self._finished_by_reason = family(
+            Counter,
             "finished_requests",
             "samples that have ended, by the kind of their end: stop, length or abort",
             "reason",
         )
-        self._http = counter("http_requests", "HTTP replies by route and status", "route", "status")
-        self._verify_steps_by_drafts = counter(
+        self._http = family(
+            Counter, "http_requests", "HTTP replies by route and status", "route", "status"
+        )
+        self._verify_steps_by_drafts = family(
+            Counter,
             "spec_verify_steps",
             "decode steps of ended samples, by how many drafted tokens each accepted",
             "accepted_drafts",
         )
-        self._simulated = gauge(
+        self._simulated = family(
+            Gauge,
             "simulated_accept_length",
             "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
         )
-        self._sizes = gauge(
+        self._sizes = family(
+            Gauge,
             "parallel_size",
             "parts that the model is split into: tp, of layers; pp, stages; nodes, machines",
             "kind",
         )
-        gauge("build_info", "1", "version").labels(self._model, __version__).set(1)
+        family(Gauge, "build_info", "1", "version").labels(self._model, __version__).set(1)
+
+    def _family(self, kind: type[F], name: str, help_text: str, *labels: str, **more: Any) -> F:
+        return kind(
+            PREFIX + name, help_text, ["model_name", *labels], registry=self.registry, **more
+        )
 
     def simulates(self, accept_length: float) -> None:
         """Every step accepts this number of tokens on average, whatever the target says."""

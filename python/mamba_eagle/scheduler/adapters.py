@@ -18,7 +18,7 @@ from mamba_eagle.limits import MAX_ADAPTERS
 from mamba_eagle.message import (
     AdapterCopy,
     AdapterRead,
-    AdapterReply,
+    Done,
     DropAdapter,
     LoadAdapter,
     ReadAdapter,
@@ -59,7 +59,7 @@ class Adapters:
 
     # ── loading ──
 
-    def load(self, asked: LoadAdapter) -> AdapterReply | None:
+    def load(self, asked: LoadAdapter) -> Done | None:
         """None: the answer comes from ``read``."""
         problem = ""
         if not self.num_slots:
@@ -69,13 +69,13 @@ class Adapters:
         elif asked.name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
             problem = f"{MAX_ADAPTERS} adapters are loaded: unload one first"
         if problem:
-            return AdapterReply(call_id=asked.call_id, problem=problem)
+            return Done(call_id=asked.call_id, problem=problem)
         self._num_loaded += 1
         self._reading[self._num_loaded] = Reading(asked)
         self._unsent.append(ReadAdapter(number=self._num_loaded, path=asked.path))
         return None
 
-    def read(self, answer: AdapterRead) -> AdapterReply | None:
+    def read(self, answer: AdapterRead) -> Done | None:
         """The answer to a client, once all ranks have read it."""
         reading = self._reading[answer.number]
         reading.answers.append(answer.problem)
@@ -89,13 +89,13 @@ class Adapters:
             name = reading.asked.name
             self._forget(self._by_name.pop(name, None))
             self._by_name[name] = Adapter(answer.number, name)
-        return AdapterReply(call_id=reading.asked.call_id, problem=problem)
+        return Done(call_id=reading.asked.call_id, problem=problem)
 
-    def unload(self, asked: UnloadAdapter) -> AdapterReply:
+    def unload(self, asked: UnloadAdapter) -> Done:
         adapter = self._by_name.pop(asked.name, None)
         self._forget(adapter)
         problem = "" if adapter else f"no adapter {shown(asked.name)} is loaded"
-        return AdapterReply(call_id=asked.call_id, problem=problem)
+        return Done(call_id=asked.call_id, problem=problem)
 
     def _forget(self, adapter: Adapter | None) -> None:
         """It has no name any more; its requests go on."""

@@ -73,9 +73,9 @@ class Cohorts:
             *(chunk.request for chunk in plan.chunks),
             *(d.request for d in plan.decodes),
         ):
-            request.newest_step = plan.number
+            request.newest_step = plan.message.step
         return self._after
 
     def answered(self, plan: PlanDraft) -> None:
         """Its result has come."""
-        self._answered = plan.number
+        self._answered = plan.message.step

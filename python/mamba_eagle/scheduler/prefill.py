@@ -15,6 +15,7 @@ from mamba_eagle.message import (
     FirstChunk,
     JournalPart,
     PrefillItem,
+    Returned,
     RunnerReady,
     StateSave,
 )
@@ -63,12 +64,9 @@ class PrefillManager:
         self.is_full = False  # the last plan had no slots for a request that waits
 
     def add(self, request: Request) -> None:
-        """Behind those that wait; before those of lower priority."""
+        """Behind those that wait; before those of lower priority, and if it was retracted, before
+        those of its own that never ran."""
         bisect.insort(self.waiting, request, key=_place)
-
-    def put_back(self, request: Request) -> None:
-        """A retracted request: before those of its priority that never ran."""
-        self.add(request)
 
     def expired(self, now: float, seconds: float) -> list[Request]:
         """Those that have waited for longer than that since they arrived, and never ran."""
@@ -122,7 +120,7 @@ class PrefillManager:
             self.is_full = not self._admit(request, start, plan, [*holding, *admitted])
             if self.is_full:
                 break  # none may overtake it
-            plan.adapters += self.adapters.enter(adapter)
+            plan.message.adapters += self.adapters.enter(adapter)
             admitted.append(request)
             self.waiting.remove(request)
             self.chunked.append(request)
@@ -253,18 +251,15 @@ class PrefillManager:
         """What the first chunk alone says."""
         hit = held.hit
         start = hit.position
+        returned = {name: getattr(request.asked, name) for name in Returned.__struct_fields__}
+        returned["pooling"] = request.pooling
         first = FirstChunk(
             sampling=request.sampling,
             output_start=request.prompt_len,
             prefix_kv_slots=held.kv[:start],
-            return_logprob=request.return_logprob,
-            top_logprobs=request.top_logprobs,
-            token_ids_logprob=request.token_ids_logprob,
             logprob_temperature=self._logprob_temperature(request),
-            return_spec_trace=request.return_spec_trace,
-            pooling=request.pooling,
             adapter=self.adapters.slot_of(request.adapter),
-            return_routed_experts=request.return_routed_experts,
+            **returned,
         )
         if start > 0:
             first.load_from = hit.state_slot
@@ -307,6 +302,6 @@ def _chunk(
         item.journal = JournalPart(rows.slot, rows.start, rows.end)
     if held.trail is not None:
         item.trail = held.trail.journal
-    if request.wants_input_logprobs and request.logprob_start < end:
-        item.logprob_start = max(request.logprob_start, start)
+    if request.wants_input_logprobs and request.asked.logprob_start < end:
+        item.logprob_start = max(request.asked.logprob_start, start)
     return item

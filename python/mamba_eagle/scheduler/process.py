@@ -18,18 +18,14 @@ from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
     AdapterRead,
-    AdapterReply,
     AskRanks,
-    CacheReply,
     ChangeModel,
     Continue,
     Done,
     EngineSize,
     FlushCache,
-    FlushReply,
     FromRunner,
     Generate,
-    GetCache,
     GetState,
     GrammarCompiled,
     Heartbeat,
@@ -163,27 +159,7 @@ class SchedulerProcess:
                     self.flushes.append(message.call_id)
                     self.answer_flushes()
                 case GetState():
-                    state = self.scheduler.state()
-                    speculation = self.scheduler.policy.state()
-                    self.outputs.send(
-                        StateReply(
-                            call_id=message.call_id,
-                            state=state,
-                            speculation=speculation,
-                            cache=self.scheduler.cache_use(),
-                        )
-                    )
-                case GetCache():
-                    self.outputs.send(
-                        CacheReply(
-                            call_id=message.call_id,
-                            state=self.scheduler.state(),
-                            cache=self.scheduler.cache_use(),
-                            nodes=self.scheduler.slots.top_nodes(
-                                message.max_nodes, message.max_tokens
-                            ),
-                        )
-                    )
+                    self.outputs.send(self.state_for(message))
                 case Profile() | AskRanks():
                     self.plans.send(message)
                 case LoadAdapter():
@@ -231,7 +207,17 @@ class SchedulerProcess:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
 
-    def answer(self, reply: AdapterReply | None) -> None:
+    def state_for(self, message: GetState) -> StateReply:
+        scheduler = self.scheduler
+        return StateReply(
+            call_id=message.call_id,
+            state=scheduler.state(),
+            speculation=scheduler.policy.state(),
+            cache=scheduler.cache_use(),
+            nodes=scheduler.slots.top_nodes(message.max_nodes, message.max_tokens),
+        )
+
+    def answer(self, reply: Done | None) -> None:
         if reply is not None:
             self.outputs.send(reply)
 
@@ -284,13 +270,13 @@ class SchedulerProcess:
             if self.scheduler.stands_still:
                 text = f"{running} requests are held in place: continue, or pause by another mode"
             for call_id in self.flushes:
-                self.outputs.send(FlushReply(call_id=call_id, ok=False, message=text))
+                self.outputs.send(Done(call_id=call_id, problem=text))
             self.flushes.clear()
         elif self.scheduler.holds_nothing:
             self.scheduler.flush()
             self.publish()
             for call_id in self.flushes:
-                self.outputs.send(FlushReply(call_id=call_id, ok=True, message="cache flushed"))
+                self.outputs.send(Done(call_id=call_id))
             self.flushes.clear()
 
     def publish(self) -> None:

@@ -36,14 +36,7 @@ class Request:
         least = min(message.sampling.min_new_tokens, limit)
         self.sampling = replace(message.sampling, max_new_tokens=limit, min_new_tokens=least)
         self.stop_tokens = self.sampling.stop_tokens(eos_token_ids)
-        self.return_logprob = message.return_logprob
-        self.top_logprobs = message.top_logprobs
-        self.token_ids_logprob = message.token_ids_logprob
-        self.logprob_start = message.logprob_start
-        self.return_spec_trace = message.return_spec_trace
-        self.return_routed_experts = message.return_routed_experts
-        self._pooling = message.pooling
-        self.cache_hints = message.cache
+        self.asked = message
         self.adapter = adapter
         # states and keys depend on the adapter
         self.salt = salt_number(message.cache.salt, adapter.number if adapter else 0)
@@ -106,21 +99,22 @@ class Request:
         """The deepest position at which prefill may start: at least one token is processed, and
         so are those whose logits give the logprobs of the prompt that were asked for, and all of
         a mean or of experts: the cache keeps states, not what was computed on the way to them."""
-        if self.pooling == "mean" or (self.return_routed_experts and self.num_output == 0):
+        if self.pooling == "mean" or (self.asked.return_routed_experts and self.num_output == 0):
             return 0
         limit = len(self.to_prefill) - 1
         if self.wants_input_logprobs:
-            limit = min(limit, max(self.logprob_start - 1, 0))
+            limit = min(limit, max(self.asked.logprob_start - 1, 0))
         return limit
 
     @property
     def wants_input_logprobs(self) -> bool:
-        return self.return_logprob and self.logprob_start >= 0 and self.num_output == 0
+        asked = self.asked
+        return asked.return_logprob and asked.logprob_start >= 0 and self.num_output == 0
 
     @property
     def pooling(self) -> str:
         """How its prompt becomes an embedding; "" if that is not wanted, or was sent."""
-        return self._pooling if self.num_output == 0 else ""
+        return self.asked.pooling if self.num_output == 0 else ""
 
     @property
     def processed(self) -> int:
@@ -218,7 +212,7 @@ class Request:
             accept_histogram=list(self.accept_histogram),
             retractions=self.retractions,
             queue_time=max(self.queue_time, 0.0),
-            logprobs=(logprobs or []) if self.return_logprob else [],
+            logprobs=(logprobs or []) if self.asked.return_logprob else [],
             input_logprobs=input_logprobs,
             trace=trace,
             embedding=embedding,

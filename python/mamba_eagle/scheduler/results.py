@@ -56,7 +56,7 @@ def decode_problem(
         return _no_token(result.problem)
     if len(nodes) != len(tokens):
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
-    if request.return_logprob and len(result.logprobs) != len(tokens):
+    if request.asked.return_logprob and len(result.logprobs) != len(tokens):
         return f"the runner returned {len(result.logprobs)} logprobs for {len(tokens)} tokens"
     return _token_problem(request, tokens, vocab_size)
 

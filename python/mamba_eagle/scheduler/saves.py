@@ -39,7 +39,7 @@ class StateSaves:
         start = held.inserted
         tail = self._tail(request, held, end, plan)
         state_slots: dict[int, int] = {}  # by position
-        asked = request.cache_hints.positions
+        asked = request.asked.cache.positions
         shared = self._shared_positions(request, held, waiting)
         for position in [tail, *asked, *shared, held.hit.length]:
             last = end if position in asked else min(end, tail)

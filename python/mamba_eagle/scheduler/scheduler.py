@@ -220,16 +220,17 @@ class Scheduler:
         if len(self._in_flight) >= self.cohorts.max_in_flight:
             return None
         self.slots.unpin(time.monotonic())
-        plan = PlanDraft(self.stats.num_steps + 1)
+        plan = PlanDraft(Plan(step=self.stats.num_steps + 1))
         self._release_leaving(plan)
         if not self.pauses.stops_all:
             self.tiers.write_down()
             self._schedule(plan)
-        plan.copies, plan.empties_disk = self.tiers.take_copies(), self.tiers.take_empties_disk()
+        plan.message.copies = self.tiers.take_copies()
+        plan.message.empties_disk = self.tiers.take_empties_disk()
         asks_for_copies = self.tiers.in_flight and not self._in_flight
         if plan.empty and not asks_for_copies:
             return None
-        plan.arrived = self.tiers.take_arrived()
+        plan.message.arrived = self.tiers.take_arrived()
         self._complete(plan)
         return plan.as_message()
 
@@ -269,10 +270,10 @@ class Scheduler:
         for request in list(self._admitted):
             if request.leaving and request.plans_in_flight == 0:
                 self._admitted.remove(request)
-                plan.releases.append(self._release(request))
+                plan.message.releases.append(self._release(request))
                 if request.finish is None:
                     request.start_again()
-                    self.prefill.put_back(request)
+                    self.prefill.add(request)
 
     def _release(self, request: Request) -> Release:
         held, end = request.held, request.reusable
@@ -296,10 +297,10 @@ class Scheduler:
         on, for the plans after it."""
         self.stats.num_steps += 1
         self._in_flight.append(plan)
-        plan.after = self.cohorts.planned(plan)
+        plan.message.after = self.cohorts.planned(plan)
         for fold in self.slots.take_folds():
             rows = JournalPart(fold.journal, fold.start, fold.end)
-            plan.moves.append(AnchorMove(rows, fold.state_slot))
+            plan.message.moves.append(AnchorMove(rows, fold.state_slot))
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
             if request.held is not None and self.runner.drafter_reads != "nothing":
@@ -333,7 +334,7 @@ class Scheduler:
 
     def _pin(self, request: Request, held: HeldSlots) -> None:
         """Its prompt is in the cache now; a client may have asked to keep it there."""
-        hints, tail = request.cache_hints, request.prompt_len - 1
+        hints, tail = request.asked.cache, request.prompt_len - 1
         if hints.pin_seconds > 0 and tail > 0 and self.slots.stores:
             until = time.monotonic() + hints.pin_seconds
             if not self.slots.pin(held.node, [*hints.positions, tail], until):
@@ -350,9 +351,9 @@ class Scheduler:
         plan = self._in_flight.popleft()
         self.cohorts.answered(plan)
         answers = (result.step, len(result.prefill), len(result.decode))
-        if answers != (plan.number, len(plan.chunks), len(plan.decodes)):
+        if answers != (plan.message.step, len(plan.chunks), len(plan.decodes)):
             raise RuntimeError(
-                f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
+                f"step {plan.message.step} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
         self.tiers.end(result.copied, result.lost)

@@ -43,14 +43,14 @@ class TrailKeeper:
             return
         target = request.processed - self.kept
         if not self.moves_anchors or target <= trail.anchor:
-            plan.end_trails.append(held.slot)
+            plan.message.end_trails.append(held.slot)
             self.slots.end_trail(held)
             return
         rows = JournalPart(trail.journal, trail.anchor, target)
         move = AnchorMove(rows, trail.state_slot)
         if self.interval and self.slots.has_spare_state:
             self._leave_behind(trail, move, request.processed)
-        plan.moves.append(move)
+        plan.message.moves.append(move)
         trail.anchor = target
 
     def _leave_behind(self, trail: Trail, move: AnchorMove, known: int) -> None:

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
-from mamba_eagle.message import StateReply
+from mamba_eagle.message import GetState, StateReply
 from mamba_eagle.server.apis import (
     adapters,
     cache,
@@ -42,20 +42,23 @@ from mamba_eagle.server.apis.rollouts import checks, group, memory, pauses, weig
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.http.at_reply import RequestCount, RequestIds, SimulationMark
 from mamba_eagle.server.http.auth import KeyAuth
 from mamba_eagle.server.http.origins import guard_origins
-from mamba_eagle.server.http.request_count import RequestCount
-from mamba_eagle.server.http.request_id import RequestIds
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, heard, server_state
 from mamba_eagle.tokenizer.errors import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
-SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 # Without a key: the page asks for it, and what there is to ask is not secret.
 OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
+ROOMS = (
+    *(generate, openai, responses, anthropic, score, embeddings),
+    *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
+    *(rollouts, batches, openapi, page),
+)
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -85,33 +88,12 @@ class PlainPaths:
         await self.app(scope, receive, send)
 
 
-class SimulationMark:
-    """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
-
-    def __init__(self, app: ASGIApp, length: float) -> None:
-        self.app = app
-        self.header = (SIMULATION_HEADER.encode(), f"{length:g}".encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), self.header]
-            await send(message)
-
-        await self.app(scope, receive, marked if scope["type"] == "http" else send)
-
-
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     app.state.responses = ResponseStore()
     app.state.batches = BatchStore(app, state.lifetime, state.folder)
-    rooms = (
-        *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-        *(rollouts, batches, openapi, page),
-    )
-    parts = (router, *(room.router for room in rooms))
+    parts = (router, *(room.router for room in ROOMS))
     for part in parts:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]
@@ -268,10 +250,7 @@ def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
 
 
 async def _scheduler_state(state: ServerState) -> StateReply:
-    try:
-        return await state.manager.ask.state()
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    return await heard(state.manager.ask(GetState(), 5.0), "the scheduler does not answer")
 
 
 def _model_card(state: ServerState) -> dict[str, Any]:
@@ -350,7 +329,7 @@ async def loads(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     state = server_state(request)
     try:
-        reply = await state.manager.ask.state(timeout=1.0)
+        reply = await state.manager.ask(GetState(), 1.0)
     except (EngineDead, asyncio.TimeoutError):
         reply = None  # what this process counts is still worth reading
     content = state.recorder.exposition(reply)

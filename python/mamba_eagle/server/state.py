@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +30,8 @@ from mamba_eagle.server.bodies.prompts import PromptReader
 from mamba_eagle.server.bodies.reception import Bodies
 from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.at_reply import trace_parent
 from mamba_eagle.server.http.auth import api_keys
-from mamba_eagle.server.http.request_id import trace_parent
 from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
@@ -198,6 +199,17 @@ class ServerState:
             raise RequestError(str(error), 503, retry_after=1) from None
         except EngineDead as error:
             raise RequestError(str(error), 503) from None
+
+
+async def heard(question: Awaitable[T], silence: str = "the engine did not answer in time") -> T:
+    """The engine's answer.
+
+    Raises: RequestError 503 if none comes; silence: what it says then.
+    """
+    try:
+        return await question
+    except (EngineDead, asyncio.TimeoutError) as error:
+        raise RequestError(str(error) or silence, 503) from None
 
 
 def server_state(request: Request) -> ServerState:

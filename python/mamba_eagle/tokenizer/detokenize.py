@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -33,20 +34,20 @@ class Detokenizer(Protocol):
         ...
 
 
-class DetokenizerFactory(Protocol):
-    def make(
-        self,
-        prompt_ids: Sequence[int],
-        skip_special_tokens: bool,
-        kept: frozenset[int] = frozenset(),
-    ) -> Detokenizer:
-        """kept: special tokens that are not skipped."""
-        ...
+class DetokenizerFactory(ABC):
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
+    @abstractmethod
+    def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
+        """skipped: tokens that have no text, some of ``special_ids``."""
+
+    @abstractmethod
     def token_text(self, token_id: int) -> str:
         """One token alone, special tokens included; for logprobs."""
-        ...
 
+    @abstractmethod
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -55,11 +56,6 @@ def detokenizer_factory(tokenizer: Any) -> DetokenizerFactory:
     if type(tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel":
         return ByteLevelFactory(tokenizer)
     return WindowFactory(tokenizer)
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 # ── byte-level BPE: a token is a byte string, whatever stands beside it ──────────────────────
@@ -72,10 +68,11 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-class ByteLevelFactory:
+class ByteLevelFactory(DetokenizerFactory):
     """A table of the vocabulary's bytes; nothing of the tokenizer is called for a token."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
         alphabet = byte_alphabet()
         vocabulary: dict[str, int] = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
         self.all_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -84,25 +81,15 @@ class ByteLevelFactory:
                 self.all_bytes[token_id] = bytes([alphabet[char] for char in entry])
             except KeyError:  # an added token is written as it reads
                 self.all_bytes[token_id] = entry.encode()
-        self.special_ids = _special_ids(tokenizer)
-        self._plain_bytes: dict[frozenset[int], list[bytes]] = {}  # by the special tokens kept
+        self._tables = {frozenset[int](): self.all_bytes}  # by the tokens skipped
 
-    def make(
-        self,
-        prompt_ids: Sequence[int],
-        skip_special_tokens: bool,
-        kept: frozenset[int] = frozenset(),
-    ) -> Detokenizer:
-        return ByteLevelDetokenizer(self._plain(kept) if skip_special_tokens else self.all_bytes)
-
-    def _plain(self, kept: frozenset[int]) -> list[bytes]:
-        table = self._plain_bytes.get(kept)
+    def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
+        table = self._tables.get(skipped)
         if table is None:
-            table = list(self.all_bytes)
-            for token_id in self.special_ids - kept:
+            table = self._tables[skipped] = list(self.all_bytes)
+            for token_id in skipped:
                 table[token_id] = b""
-            self._plain_bytes[kept] = table
-        return table
+        return ByteLevelDetokenizer(table)
 
     def token_bytes(self, token_id: int) -> bytes:
         # A model's vocabulary may be padded beyond the tokenizer's.
@@ -128,22 +115,16 @@ class ByteLevelDetokenizer:
 # ── any other tokenizer: decode a short window and give out what is new ──────────────────────
 
 
-class WindowFactory:
+class WindowFactory(DetokenizerFactory):
     """Calls the tokenizer's own decoder, but for byte-fallback tokens: see WindowDetokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
         self.tokenizer = tokenizer
-        self.special_ids = _special_ids(tokenizer)
         self.byte_values = byte_fallbacks(tokenizer)
         self._texts: dict[int, str] = {}  # of tokens that were asked for; no more than there are
 
-    def make(
-        self,
-        prompt_ids: Sequence[int],
-        skip_special_tokens: bool,
-        kept: frozenset[int] = frozenset(),
-    ) -> Detokenizer:
-        skipped = self.special_ids - kept if skip_special_tokens else frozenset()
+    def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
         return WindowDetokenizer(self.decode, self.byte_values, prompt_ids, skipped)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from mamba_eagle.message import Generate, ToScheduler
+from mamba_eagle.message import Generate, Prompt, ToScheduler
 from mamba_eagle.message.channel import Sender
 from mamba_eagle.tokenizer.sample import Sample
 
@@ -53,21 +53,8 @@ class Outbox:
 
 
 def _generate(sample: Sample) -> Generate:
-    prompt = sample.prompt
-    return Generate(
-        rid=sample.engine_rid,
-        token_ids=prompt.token_ids,
-        # Stop strings are looked for here; thousands of them would travel for nothing.
-        sampling=msgspec.structs.replace(prompt.sampling, seed=sample.seed, stop=[]),
-        return_logprob=prompt.return_logprob,
-        logprob_start=prompt.logprob_start,
-        top_logprobs=prompt.top_logprobs,
-        token_ids_logprob=prompt.token_ids_logprob,
-        return_spec_trace=prompt.return_spec_trace,
-        pooling=prompt.pooling,
-        return_routed_experts=prompt.return_routed_experts,
-        adapter=prompt.adapter,
-        cache=prompt.cache,
-        priority=prompt.priority,
-        arrival_time=sample.request.arrival,
-    )
+    asked = {name: getattr(sample.prompt, name) for name in Prompt.__struct_fields__}
+    asked["rid"] = sample.engine_rid
+    # Stop strings are looked for here; thousands of them would travel for nothing.
+    asked["sampling"] = msgspec.structs.replace(asked["sampling"], seed=sample.seed, stop=[])
+    return Generate(**asked, arrival_time=sample.request.arrival)

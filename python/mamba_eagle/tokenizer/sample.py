@@ -6,34 +6,19 @@ import asyncio
 import time
 from typing import NamedTuple
 
-import msgspec
-
-from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import CacheHints, RequestOutput, StepTrace, StopAt, TokenLogprob
+from mamba_eagle.core import FinishReason
+from mamba_eagle.message import Prompt, RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
 from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 
 
-class PromptRequest(msgspec.Struct, kw_only=True):
-    """One prompt as the HTTP side hands it over: checked and tokenized."""
+class PromptRequest(Prompt, kw_only=True):
+    """One prompt as the HTTP side hands it over."""
 
-    rid: str
-    token_ids: list[int]
-    sampling: SamplingParams
     seed: int | None = None  # None: a random one
     n: int = 1
-    return_logprob: bool = False
-    logprob_start: int = -1
-    top_logprobs: int = 0
-    token_ids_logprob: list[int] = []
-    return_spec_trace: bool = False
-    pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
-    return_routed_experts: bool = False
-    adapter: str = ""  # the name of a loaded one
-    cache: CacheHints = CacheHints()
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
-    priority: int = 0  # higher ones first
-    sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
+    sample_rids: list[str] = []  # names of the n samples
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
     kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
 

@@ -105,7 +105,9 @@ class TextTokenizer:
         kept: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """kept: special tokens that are written even where others are skipped."""
-        return self._factory.make(prompt_ids, skip_special_tokens, kept)
+        special = self._factory.special_ids
+        skipped = (special - kept if kept else special) if skip_special_tokens else frozenset()
+        return self._factory.make(prompt_ids, skipped)
 
     def special_tokens(self) -> dict[str, int]:
         """The texts of the special tokens, and their ids."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from running_server import RunningServer
 from tokenizers import Tokenizer
 
-from mamba_eagle.bench.client import Client, Reply
+from benchmark.lib.client import StreamClient
+from mamba_eagle.bench.client import Reply
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 
@@ -144,7 +145,7 @@ def random_sampling(rng: random.Random) -> Body:
 
 
 async def ask_reference(server: RunningServer, bodies: list[Body]) -> list[Case]:
-    async with Client(server.base_url, connections=CLIENTS) as client:
+    async with StreamClient(server.base_url, connections=CLIENTS) as client:
         replies = await client.generate_all(bodies, CLIENTS)
     return [Case(body, samples_of(reply)) for body, reply in zip(bodies, replies, strict=True)]
 
@@ -161,10 +162,10 @@ class Comparison:
         self.differences: list[str] = []
 
     async def run(self) -> None:
-        async with Client(self.server.base_url, connections=2 * CLIENTS + 2) as client:
+        async with StreamClient(self.server.base_url, connections=2 * CLIENTS + 2) as client:
             await asyncio.gather(*(self._one_client(client) for _ in range(CLIENTS)))
 
-    async def _one_client(self, client: Client) -> None:
+    async def _one_client(self, client: StreamClient) -> None:
         while self.waiting:
             case = self.waiting.pop()
             way = self.rng.choices(["whole", "streamed", "cut"], [5, 2, 2])[0]
@@ -175,7 +176,7 @@ class Comparison:
             else:
                 await self._stream(client, case, cut=way == "cut")
 
-    async def _stream(self, client: Client, case: Case, cut: bool) -> None:
+    async def _stream(self, client: StreamClient, case: Case, cut: bool) -> None:
         (expected,) = case.replies
         rid = f"exact-{len(self.waiting)}"
         last = self.rng.randrange(1, 9) if cut else 0  # the piece after which it is ended; 0: none

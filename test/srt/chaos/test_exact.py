@@ -30,8 +30,9 @@ from exact_rig import (
 )
 from running_server import RunningServer, need_weights
 
+from benchmark.lib.client import StreamClient
 from benchmark.lib.soak import leaks
-from mamba_eagle.bench.client import Client, Reply
+from mamba_eagle.bench.client import Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
 REQUESTS = 20 * min(SCALE, 12)  # per round, beside the crowd
@@ -48,7 +49,7 @@ def compare(start: Start, flags: list[str], cases: list[Case], seed: str) -> Out
     server = start(*COMMON, *flags).wait_until_ready()
     comparison = Comparison(server, cases, random.Random(seed))
     asyncio.run(comparison.run())
-    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
+    with httpx.StreamClient(base_url=server.base_url, timeout=PATIENCE) as client:
         # Flushing waits for the last plan to come back.
         assert client.post(f"/flush_cache?timeout={PATIENCE:g}").status_code == 200
         info = client.get("/server_info").json()
@@ -161,7 +162,7 @@ def asked(server: RunningServer, bodies: list[Body], batches: list[int]) -> list
     """Tokens and logprobs of all replies as text, for each number of requests at a time."""
 
     async def ask() -> list[list[str]]:
-        async with Client(server.base_url, connections=max(batches)) as client:
+        async with StreamClient(server.base_url, connections=max(batches)) as client:
             found = [await client.generate_all(bodies, parallel) for parallel in batches]
         return [[repr(told(reply)) for reply in replies] for replies in found]
 

@@ -19,14 +19,11 @@ from tiny_tokenizer import spell
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import (
     Abort,
-    AdapterReply,
     CacheNode,
-    CacheReply,
     CacheUse,
+    Done,
     FlushCache,
-    FlushReply,
     Generate,
-    GetCache,
     GetState,
     LoadAdapter,
     Outputs,
@@ -157,22 +154,31 @@ class FakeEngine:
         elif isinstance(item, StopAt):
             self._live.pop(item.rid, None)
         elif isinstance(item, FlushCache):
-            self._out.send(FlushReply(call_id=item.call_id, ok=not self._live, message="busy"))
+            self._out.send(Done(call_id=item.call_id, problem="busy" if self._live else ""))
         elif isinstance(item, GetState):
             state = {"num_running_reqs": float(len(self._live)), "gen_throughput": 12.5}
+            state |= CACHE_STATE if item.max_nodes else {}
+            nodes = NODES[: item.max_nodes]
+            if item.max_tokens:
+                first = msgspec.structs.replace(nodes[0], token_ids=spell("hello"))
+                nodes = [first, *nodes[1:]]
             tree = ShapeUse(steps=7, accept_length=2.5, step_ms=1.5)
             speculation = SpeculationState(
                 adaptive=True, current="2x5x8", disabled=True, shapes={"2x5x8": tree}
             )
             self._out.send(
                 StateReply(
-                    call_id=item.call_id, state=state, speculation=speculation, cache=CACHE_USE
+                    call_id=item.call_id,
+                    state=state,
+                    speculation=speculation,
+                    cache=CACHE_USE,
+                    nodes=nodes,
                 )
             )
         elif isinstance(item, LoadAdapter | UnloadAdapter):
             wrong = isinstance(item, LoadAdapter) and "wrong" in item.path
             problem = "its shapes are wrong" if wrong else ""
-            self._out.send(AdapterReply(call_id=item.call_id, problem=problem))
+            self._out.send(Done(call_id=item.call_id, problem=problem))
         elif isinstance(item, Profile):
             problem = "" if item.steps or self._trace_path else "nothing is being recorded"
             self._trace_path = item.path or self._trace_path
@@ -181,15 +187,6 @@ class FakeEngine:
                     call_id=item.call_id, path=self._trace_path, steps=item.steps, problem=problem
                 )
             )
-        elif isinstance(item, GetCache):
-            nodes = NODES[: item.max_nodes]
-            if item.max_tokens:
-                first = msgspec.structs.replace(nodes[0], token_ids=spell("hello"))
-                nodes = [first, *nodes[1:]]
-            reply = CacheReply(
-                call_id=item.call_id, state=CACHE_STATE, cache=CACHE_USE, nodes=nodes
-            )
-            self._out.send(reply)
 
     def _step(self) -> None:
         outputs = []

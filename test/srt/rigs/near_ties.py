@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmark.lib.problems import prompt_ids
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 
@@ -77,7 +78,7 @@ def problem_prompts(count: int) -> list[list[int]]:
     embedded model is sure of, how a question does it cannot know."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count)
-    prompts = gsm8k.prompt_ids(task.questions, tokenizer)
+    prompts = prompt_ids(task.questions, tokenizer)
     return prompts + [prompt[: len(prompt) // 2] for prompt in prompts]
 
 

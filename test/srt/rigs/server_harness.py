@@ -20,7 +20,7 @@ from tiny_tokenizer import byte_level, spell
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.constrain.vocabulary import Vocabulary
-from mamba_eagle.message import Generate
+from mamba_eagle.message import Generate, GetState
 from mamba_eagle.message.channel import make_socket_dir, remove_socket_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
@@ -66,7 +66,7 @@ class Harness:
 
     async def all_heard(self) -> None:
         """Returns when the engine has received all that it was sent until now."""
-        await self.manager.ask.state(PATIENCE)
+        await self.manager.ask(GetState(), PATIENCE)
 
     async def events(self, path: str, **body: Any) -> list[Any]:
         """The stream's objects; the last line must be [DONE]."""

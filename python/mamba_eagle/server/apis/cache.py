@@ -3,7 +3,6 @@ alone, since it is that of all clients."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,20 +10,43 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SHOWN
-from mamba_eagle.message import CacheNode
+from mamba_eagle.message import CacheNode, GetState
+from mamba_eagle.server.bodies.model import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.state import server_state
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import heard, server_state
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 MAX_NODES = 1000  # the scheduler plans no step while it collects them
 DEFAULT_NODES = 50
 MAX_TEXT_TOKENS = 200  # of each node
+NODES = "how many nodes of the tree are listed"
+TEXT = "1: with the beginning of each one's text; takes the admin key"
+COUNTS = {  # by the scheduler's names
+    "kv_slots": {
+        "total": "max_total_num_tokens",
+        "free": "num_free_kv_slots",
+        "cached": "num_cached_tokens",
+        "locked": "num_locked_tokens",
+        "pinned": "num_pinned_tokens",
+    },
+    "states": {
+        "total": "max_mamba_cache_size",
+        "free": "num_free_checkpoints",
+        "cached": "num_cached_checkpoints",
+        "used": "num_used_checkpoints",
+        "pinned": "num_pinned_checkpoints",
+    },
+    "journals": {
+        "total": "max_journals",
+        "free": "num_free_journals",
+        "cached": "num_cached_journals",
+    },
+}
 router = APIRouter()
 
 
-@router.get("/cache")
+@router.get("/cache", openapi_extra=takes(nodes=NODES, text=TEXT))
 async def cache(request: Request) -> Response:
     """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
     adds the beginning of each one's text, and takes the admin key."""
@@ -33,40 +55,19 @@ async def cache(request: Request) -> Response:
         raise RequestError(f"nodes = {shown(given)}: must be 0 to {MAX_NODES}", param="nodes")
     with_text = _wants_text(request)
     manager = server_state(request).manager
-    try:
-        reply = await manager.ask.cache(int(given), MAX_TEXT_TOKENS if with_text else 0)
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
-    state = {name: int(value) for name, value in reply.state.items() if name in COUNTS}
+    asked = GetState(max_nodes=int(given), max_tokens=MAX_TEXT_TOKENS if with_text else 0)
+    reply = await heard(manager.ask(asked, 5.0), "the scheduler does not answer")
+    state = reply.state
+    counts = {
+        group: {own: int(state[name]) for own, name in names.items()}
+        for group, names in COUNTS.items()
+    }
     return json_response(
         {
-            "kv_slots": {
-                "total": state["max_total_num_tokens"],
-                "free": state["num_free_kv_slots"],
-                "cached": state["num_cached_tokens"],
-                "locked": state["num_locked_tokens"],
-                "pinned": state["num_pinned_tokens"],
-            },
-            "states": {
-                "total": state["max_mamba_cache_size"],
-                "free": state["num_free_checkpoints"],
-                "cached": state["num_cached_checkpoints"],
-                "used": state["num_used_checkpoints"],
-                "pinned": state["num_pinned_checkpoints"],
-            },
-            "journals": {
-                "total": state["max_journals"],
-                "free": state["num_free_journals"],
-                "cached": state["num_cached_journals"],
-            },
-            "prompt_tokens": state["prompt_tokens_total"],
-            "cached_tokens": state["cached_tokens_total"],
-            "hits": reply.cache.hits,
-            "saved_tokens": reply.cache.saved_tokens,
-            "evicted_states": reply.cache.evicted_states,
-            "evicted_tokens": reply.cache.evicted_tokens,
-            "loaded_tokens": reply.cache.loaded_tokens,
-            "lost_copies": reply.cache.lost_copies,
+            **counts,
+            "prompt_tokens": int(state["prompt_tokens_total"]),
+            "cached_tokens": int(state["cached_tokens_total"]),
+            **msgspec.to_builtins(reply.cache),
             "nodes": [_shown(node, with_text, manager.tokenizer) for node in reply.nodes],
         }
     )
@@ -92,22 +93,3 @@ def _shown(node: CacheNode, with_text: bool, tokenizer: TextTokenizer | None) ->
     elif with_text:
         fields["token_ids"] = token_ids
     return fields
-
-
-COUNTS = {
-    "max_journals",
-    "num_free_journals",
-    "num_cached_journals",
-    "max_total_num_tokens",
-    "num_free_kv_slots",
-    "num_cached_tokens",
-    "num_locked_tokens",
-    "num_pinned_tokens",
-    "num_pinned_checkpoints",
-    "max_mamba_cache_size",
-    "num_free_checkpoints",
-    "num_cached_checkpoints",
-    "num_used_checkpoints",
-    "prompt_tokens_total",
-    "cached_tokens_total",
-}

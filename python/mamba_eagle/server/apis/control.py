@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from mamba_eagle.core import shown
-from mamba_eagle.server.bodies.model import Body, Flag, Text, says
+from mamba_eagle.server.bodies.model import Body, Flag, Text, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.disconnect import unless_gone
-from mamba_eagle.server.state import server_state
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import heard, server_state
 
+IDLE = "seconds to wait for the server to be idle"
 router = APIRouter()
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.api_route("/flush_cache", methods=["GET", "POST"], openapi_extra=takes(timeout=IDLE))
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache; ``?timeout=`` waits that many seconds for the server to be idle."""
     need_admin(request, server_state(request).config, "/flush_cache", by_default=True)
@@ -30,14 +28,12 @@ async def flush_cache(request: Request) -> Response:
     except ValueError:
         raise RequestError(f"timeout = {shown(given)}: must be 0 to 3600 seconds") from None
     manager = server_state(request).manager
-    try:
-        reply = await unless_gone(request, manager.ask.flush_cache(timeout))
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    flushing = unless_gone(request, manager.ask.flush_cache(timeout))
+    reply = await heard(flushing, "the scheduler does not answer")
     if reply is None:
         return Response(status_code=499)  # the client has left
-    if not reply.ok:
-        raise RequestError(f"the cache was not flushed: {reply.message or 'requests are running'}")
+    if reply.problem:
+        raise RequestError(f"the cache was not flushed: {reply.problem}")
     return PlainTextResponse("Cache flushed.\n")
 
 
@@ -48,7 +44,7 @@ class AbortBody(Body):
     abort_all: Flag = says("all requests", False)
 
 
-@router.post("/abort_request")
+@router.post("/abort_request", openapi_extra=takes(AbortBody))
 async def abort_request(request: Request) -> Response:
     """Ends the request of exactly this ``rid`` with all its samples, or all requests."""
     body = await server_state(request).read_control(request, AbortBody)

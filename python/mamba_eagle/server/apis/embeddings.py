@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
@@ -23,9 +22,9 @@ from mamba_eagle.limits import MAX_EMBEDDINGS
 from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says
+from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
-from mamba_eagle.server.bodies.served import Named
+from mamba_eagle.server.bodies.served import Job, Named
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest, Sample
@@ -51,28 +50,17 @@ class EmbeddingsBody(Named):
     normalize: Flag = says("to a length of 1", True)
 
 
-class EmbeddingJob(msgspec.Struct, kw_only=True):
-    """What a body asks for."""
-
-    rid: str
-    model: str
-    prompts: list[PromptRequest]
-    as_base64: bool
-    normalize: bool
-
-
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody))
 async def embeddings(request: Request) -> Response:
     """A vector for each text or list of token ids of ``input``."""
     state = server_state(request)
     job = await state.read(request, parse_embeddings)
     live = state.submit(job.rid, job.prompts)
-    if not await wait_for_success(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
+    await wait_for_success(request, state.manager, live)
     return json_response(await _reply(job, live.samples))
 
 
-def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob:
+def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[EmbeddingsBody]:
     """Raises: RequestError 400"""
     body = read(EmbeddingsBody, values)
     count = count_prompts(body.input)
@@ -98,19 +86,15 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob
         for name, prompt in zip(names, ids)
     ]
     check_demand(prompts, state.context_length)
-    return EmbeddingJob(
-        rid=rid,
-        model=body.model or state.model_name,
-        prompts=prompts,
-        as_base64=body.encoding_format == "base64",
-        normalize=body.normalize,
-    )
+    return Job(body=body, rid=rid, prompts=prompts, model=body.model or state.model_name)
 
 
-async def _reply(job: EmbeddingJob, samples: Sequence[Sample]) -> dict[str, Any]:
+async def _reply(job: Job[EmbeddingsBody], samples: Sequence[Sample]) -> dict[str, Any]:
+    as_base64 = job.body.encoding_format == "base64"
+
     def part(number: int) -> dict[str, Any]:
-        vector = _vector(samples[number], job.normalize)
-        made = base64.b64encode(vector.tobytes()).decode() if job.as_base64 else vector.tolist()
+        vector = _vector(samples[number], job.body.normalize)
+        made = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         return {"object": "embedding", "index": number, "embedding": made}
 
     tokens = sum(len(sample.prompt.token_ids) for sample in samples)
@@ -125,11 +109,8 @@ async def _reply(job: EmbeddingJob, samples: Sequence[Sample]) -> dict[str, Any]
 def _vector(sample: Sample, normalize: bool) -> Vector:
     """Of float32, little-endian; of length 1 if it is normalized.
 
-    Raises: RequestError if the request was ended, or if the model made numbers that JSON has not.
+    Raises: RequestError if the model made numbers that JSON has not.
     """
-    if not sample.embedding:  # somebody ended it
-        reason = sample.finish.message if sample.finish is not None else ""
-        raise RequestError(f"the request was ended: {reason}")
     vector: Vector = np.frombuffer(sample.embedding, dtype="<f4")
     if not np.isfinite(vector).all():
         raise RequestError("the model's hidden states are not finite", 500)

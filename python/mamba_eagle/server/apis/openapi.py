@@ -3,90 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from starlette.responses import FileResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from mamba_eagle import __version__
-from mamba_eagle.server.apis.adapters import LoadBody, UnloadBody
-from mamba_eagle.server.apis.anthropic.body import MessagesBody
-from mamba_eagle.server.apis.batches.route import BatchBody
-from mamba_eagle.server.apis.control import AbortBody
-from mamba_eagle.server.apis.embeddings import EmbeddingsBody
-from mamba_eagle.server.apis.generate.body import GenerateBody
-from mamba_eagle.server.apis.openai.body import CompletionBody
-from mamba_eagle.server.apis.openai.chat_body import ChatBody
-from mamba_eagle.server.apis.profile import ProfileBody
-from mamba_eagle.server.apis.responses.body import ResponseBody
-from mamba_eagle.server.apis.rollouts.checks import CheckBody
-from mamba_eagle.server.apis.rollouts.group import (
-    FinishBody,
-    GroupBody,
-    InitBody,
-    LeaveBody,
-    TensorsBody,
-)
-from mamba_eagle.server.apis.rollouts.memory import TagsBody
-from mamba_eagle.server.apis.rollouts.pauses import AbortsBody, PauseBody
-from mamba_eagle.server.apis.rollouts.tokens import TokensBody
-from mamba_eagle.server.apis.rollouts.weights import DirectoryBody, DiskBody
-from mamba_eagle.server.apis.score import ScoreBody
-from mamba_eagle.server.apis.tokens import DetokenizeBody, TokenizeBody
-from mamba_eagle.server.bodies.model import Body, Schema, described
+from mamba_eagle.server.bodies.model import Body, Schema, described, takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import server_state
 
-BODIES: Mapping[str, type[Body]] = {
-    "/generate": GenerateBody,
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponseBody,
-    "/v1/messages": MessagesBody,
-    "/v1/messages/count_tokens": MessagesBody,
-    "/v1/score": ScoreBody,
-    "/v1/embeddings": EmbeddingsBody,
-    "/v1/batches": BatchBody,
-    "/tokenize": TokenizeBody,
-    "/v1/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-    "/v1/detokenize": DetokenizeBody,
-    "/abort_request": AbortBody,
-    "/start_profile": ProfileBody,
-    "/load_lora_adapter": LoadBody,
-    "/v1/load_lora_adapter": LoadBody,
-    "/unload_lora_adapter": UnloadBody,
-    "/v1/unload_lora_adapter": UnloadBody,
-    "/inference/v1/generate": TokensBody,
-    "/pause_generation": PauseBody,
-    "/update_weights_from_disk": DiskBody,
-    "/update_weights": DirectoryBody,
-    "/abort_requests": AbortsBody,
-    "/weights_checker": CheckBody,
-    "/weight_checker": CheckBody,
-    "/init_weights_update_group": GroupBody,
-    "/destroy_weights_update_group": LeaveBody,
-    "/update_weights_from_distributed": TensorsBody,
-    "/init_weight_transfer_engine": InitBody,
-    "/finish_weight_update": FinishBody,
-    "/release_memory_occupation": TagsBody,
-    "/resume_memory_occupation": TagsBody,
-}
-QUERIES: Mapping[str, Mapping[str, str]] = {
-    "/cache": {
-        "nodes": "how many nodes of the tree are listed",
-        "text": "1: with the beginning of each one's text; takes the admin key",
-    },
-    "/pause": {
-        "mode": "abort, wait or keep",
-        "clear_cache": "false: what is cached stays",
-    },
-    "/wake_up": {"tags": "weights, kv_cache; left out: both"},
-    "/flush_cache": {"timeout": "seconds to wait for the server to be idle"},
-}
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 # The page's script and style are its own text; nothing else is loaded or asked.
 POLICY = (
@@ -113,12 +43,13 @@ async def docs() -> Response:
 def describe(routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]:
     """In OpenAPI 3.1."""
     paths: dict[str, dict[str, Any]] = {}
-    bodies, models = _bodies()
+    models: Schema = {}
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, APIRoute):
             path = route.path.replace(":path}", "}")
             for method in sorted((route.methods or set()) - {"HEAD"}):
-                paths.setdefault(path, {})[method.lower()] = _operation(route, path, method, bodies)
+                made = _operation(route, path, method, models)
+                paths.setdefault(path, {})[method.lower()] = made
     return {
         "openapi": "3.1.0",
         "info": {"title": "mamba-eagle", "version": __version__},
@@ -129,15 +60,21 @@ def describe(routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]
     }
 
 
-def _operation(
-    route: Route, path: str, method: str, bodies: Mapping[str, Schema]
-) -> dict[str, Any]:
+def bodies(routes: Iterable[BaseRoute]) -> dict[str, type[Body]]:
+    """By the paths of the routes that read them."""
+    found = [(one.path, one.openapi_extra) for one in routes if isinstance(one, APIRoute)]
+    return {path: extra["body"] for path, extra in found if extra and extra["body"]}
+
+
+def _operation(route: APIRoute, path: str, method: str, models: Schema) -> dict[str, Any]:
+    """models: what its schema refers to is added there."""
+    extra = route.openapi_extra or takes()
     about = " ".join((route.endpoint.__doc__ or "").split()).replace("``", "")
     names = re.findall(r"{(\w+)}", path)
     parameters = [_parameter(name, "path", "", required=True) for name in names]
-    parameters += [_parameter(name, "query", what) for name, what in QUERIES.get(path, {}).items()]
+    parameters += [_parameter(name, "query", what) for name, what in extra["queries"].items()]
     kind = KINDS.get(path, JSON)
-    schema = bodies.get(path) if method != "GET" else None
+    schema = described(extra["body"]) if extra["body"] is not None else None
     streams = schema is not None and "stream" in schema["properties"]
     content: dict[str, Any] = {kind: {}, **({EVENTS: {}} if streams else {})}
     error = {"description": "an error", "content": {JSON: {"schema": _reference("Error")}}}
@@ -150,6 +87,7 @@ def _operation(
     if parameters:
         made["parameters"] = parameters
     if schema is not None:
+        models |= schema.pop("$defs", {})
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     return made
 
@@ -162,15 +100,6 @@ def _parameter(name: str, place: str, what: str, required: bool = False) -> dict
         "required": required,
         "schema": {"type": "string"},
     }
-
-
-def _bodies() -> tuple[dict[str, Schema], Schema]:
-    """Each path's schema, and the models that these refer to."""
-    schemas = {path: described(model) for path, model in BODIES.items()}
-    models: Schema = {}
-    for schema in schemas.values():
-        models |= schema.pop("$defs", {})
-    return schemas, models
 
 
 def _reference(name: str) -> Schema:

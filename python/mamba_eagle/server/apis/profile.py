@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_PROFILED_STEPS
+from mamba_eagle.message import Profile
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.model import Body, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import ServerState, heard, server_state
 
 STEPS = kinds.integer(1, MAX_PROFILED_STEPS)
 
@@ -32,7 +31,7 @@ class ProfileBody(Body):
 router = APIRouter()
 
 
-@router.post("/start_profile")
+@router.post("/start_profile", openapi_extra=takes(ProfileBody))
 async def start_profile(request: Request) -> Response:
     """Records the next ``num_steps`` steps of the model runner. Takes the admin key."""
     state = server_state(request)
@@ -53,10 +52,8 @@ async def stop_profile(request: Request) -> Response:
 
 async def _ask(state: ServerState, path: str, steps: int) -> Response:
     """Steps 0: stop."""
-    try:
-        reply = await state.manager.ask.profile(path, steps)
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the model runner does not answer", 503) from None
+    asked = state.manager.ask(Profile(path=path, steps=steps), 60.0)
+    reply = await heard(asked, "the model runner does not answer")
     if reply.problem:
         raise RequestError(reply.problem)
     return json_response({"path": reply.path, "steps": reply.steps})

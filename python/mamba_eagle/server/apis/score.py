@@ -10,17 +10,16 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
-from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says
+from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
-from mamba_eagle.server.bodies.served import Named
+from mamba_eagle.server.bodies.served import Job, Named
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -53,43 +52,29 @@ class ScoreBody(Named):
 router = APIRouter()
 
 
-@router.post("/v1/score")
+@router.post("/v1/score", openapi_extra=takes(ScoreBody))
 async def score(request: Request) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
     state = server_state(request)
     job = await state.read(request, parse_score)
     if not job.prompts:
-        return json_response(job.reply([]))
+        return json_response(_reply(job, []))
     live = state.submit(job.rid, job.prompts)
-    if not await wait_until_done(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
-            raise error
-        if not sample.logprobs:  # somebody ended it
-            reason = sample.finish.message if sample.finish is not None else ""
-            raise RequestError(f"the request was ended: {reason}")
-    return json_response(job.reply([sample.logprobs[0].named for sample in live.samples]))
+    await wait_for_success(request, state.manager, live)
+    return json_response(_reply(job, [sample.logprobs[0].named for sample in live.samples]))
 
 
-class ScoreJob(msgspec.Struct, kw_only=True):
-    """prompts: one of each item, with its labels."""
-
-    rid: str
-    model: str
-    prompts: list[PromptRequest]
-    temperature: float  # 0: probabilities as they are
-    with_logprobs: bool
-
-    def reply(self, logprobs: Sequence[Sequence[float]]) -> dict[str, Any]:
-        tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        made: dict[str, Any] = {
-            "object": "scoring",
-            "model": self.model,
-            "scores": [_scores(one, self.temperature) for one in logprobs],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
-        }
-        return made | ({"token_logprobs": logprobs} if self.with_logprobs else {})
+def _reply(job: Job[ScoreBody], logprobs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """logprobs: of each item's labels."""
+    tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
+    temperature = job.body.temperature if job.body.apply_softmax else 0.0
+    made: dict[str, Any] = {
+        "object": "scoring",
+        "model": job.model,
+        "scores": [_scores(one, temperature) for one in logprobs],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+    }
+    return made | ({"token_logprobs": logprobs} if job.body.return_token_logprobs else {})
 
 
 def _scores(logprobs: Sequence[float], temperature: float) -> list[float]:
@@ -101,7 +86,7 @@ def _scores(logprobs: Sequence[float], temperature: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def parse_score(values: dict[str, Any], state: ServerState) -> ScoreJob:
+def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:
     """Raises: RequestError 400"""
     body = read(ScoreBody, values)
     if body.temperature != 1 and not body.apply_softmax:
@@ -127,13 +112,7 @@ def parse_score(values: dict[str, Any], state: ServerState) -> ScoreJob:
         for number, (ids, own) in enumerate(zip(items, labels))
     ]
     check_demand(prompts, state.context_length)
-    return ScoreJob(
-        rid=rid,
-        model=body.model or state.model_name,
-        prompts=prompts,
-        temperature=body.temperature if body.apply_softmax else 0.0,
-        with_logprobs=body.return_token_logprobs,
-    )
+    return Job(body=body, rid=rid, prompts=prompts, model=body.model or state.model_name)
 
 
 def _items(body: ScoreBody, state: ServerState) -> list[list[int]]:

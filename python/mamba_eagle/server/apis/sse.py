@@ -35,6 +35,15 @@ def sample_error(sample: Sample) -> RequestError | None:
     return RequestError.of(error) if error is not None else None
 
 
+def choice_error(sample: Sample) -> RequestError | None:
+    """A sample that was aborted is an error, too: OpenAI's finish reasons have none for it, and
+    strict clients refuse others. To say "stop" would pass a cut text off as a whole one."""
+    error = sample_error(sample)
+    if error is None and sample.finish is not None and sample.finish.kind == "abort":
+        error = RequestError(f"the request was ended: {sample.finish.message}")
+    return error
+
+
 async def updates(live: LiveRequest, spacing: Callable[[Sample], int]) -> AsyncIterator[Sample]:
     """Samples with news: ``spacing`` tokens or their end; each sample's end comes exactly once.
 
@@ -75,14 +84,17 @@ async def wait_until_done(
     manager: TokenizerManager,
     live: LiveRequest,
     take: Callable[[Sample], None] | None = None,
-) -> bool:
-    """Whether the request ran to its end; False: the client left and the request was aborted.
+) -> None:
+    """Returns at the end of the request.
 
-    take: called now and then for a sample that has new tokens, and at its end.
+    take: called now and then for a sample that has new logprobs, and at its end.
+    Raises: RequestError 499 if the client left; then the request is aborted.
     """
+    wants_logprobs = any(sample.prompt.return_logprob for sample in live.samples)
     try:
-        work = _take_all(live, take) if take is not None else live.done.wait()
-        return await unless_gone(request, work) is not None
+        work = _take_all(live, take) if take and wants_logprobs else live.done.wait()
+        if await unless_gone(request, work) is None:
+            raise RequestError("the client has left", 499)
     finally:
         manager.release(live)
 
@@ -92,12 +104,12 @@ async def wait_for_success(
     manager: TokenizerManager,
     live: LiveRequest,
     take: Callable[[Sample], None] | None = None,
-) -> bool:
-    """``wait_until_done``. Raises: RequestError, that of the first sample that has one."""
-    ended = await wait_until_done(request, manager, live, take)
-    for error in filter(None, map(sample_error, live.samples if ended else ())):
+    error_of: Callable[[Sample], RequestError | None] = choice_error,
+) -> None:
+    """``wait_until_done``. Raises: RequestError, that of the first sample that has one, too."""
+    await wait_until_done(request, manager, live, take)
+    for error in filter(None, map(error_of, live.samples)):
         raise error
-    return ended
 
 
 async def _take_all(live: LiveRequest, take: Callable[[Sample], None]) -> bool:

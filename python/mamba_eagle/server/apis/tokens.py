@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.limits import MAX_DETOKENIZED_IDS, MAX_PROMPTS
 from mamba_eagle.server.apis.openai.chat_body import Rendered, render_chat
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, needs, read, says
+from mamba_eagle.server.bodies.model import Body, Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.json_list import JsonList
@@ -44,8 +44,8 @@ router = APIRouter()
 PIECE = 8192  # token ids put into JSON at a time
 
 
-@router.post("/v1/tokenize")
-@router.post("/tokenize")
+@router.post("/v1/tokenize", openapi_extra=takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request) -> Response:
     """``prompt`` (or ``text``), a string or a list of strings, or a chat's ``messages`` with all
     that its template is given, to token ids."""
@@ -53,8 +53,8 @@ async def tokenize(request: Request) -> Response:
     return json_response(await server_state(request).read(request, _tokenize, is_chat=True))
 
 
-@router.post("/v1/detokenize")
-@router.post("/detokenize")
+@router.post("/v1/detokenize", openapi_extra=takes(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request) -> Response:
     """``tokens``, a list of ids or a list of such lists, to text."""
     return json_response(await server_state(request).read(request, _detokenize))

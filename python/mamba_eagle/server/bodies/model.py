@@ -174,6 +174,11 @@ def described(model: type[Body]) -> Schema:
     )
 
 
+def takes(body: type[Body] | None = None, **queries: str) -> dict[str, Any]:
+    """What a route reads, for its ``openapi_extra``; queries: of its address, and what each is."""
+    return {"body": body, "queries": queries}
+
+
 def items(model: type[Body], what: str, most: int, must: str, least: int = 0) -> kinds.Kind:
     """A list of models, which are read later; what: "messages"."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.limits import (
@@ -18,6 +19,7 @@ from mamba_eagle.message import CacheHints
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.tokenizer.sample import PromptRequest
 
 SECONDS = f"must be above 0 and at most {MAX_TIMEOUT:.0f} seconds"
 TIMEOUT = kinds.number(0, MAX_TIMEOUT, above=0, must=SECONDS)
@@ -83,3 +85,16 @@ class Named(Served):
 
     model: ModelName = says("the served name, an adapter's or default; another is 404", "")
     rid: Name = says("a name for `/abort_request` and logs", "")
+
+
+B = TypeVar("B", bound=Served)
+
+
+@dataclass(kw_only=True)
+class Job(Generic[B]):
+    """A body, understood. model: as the reply names it."""
+
+    body: B
+    rid: str
+    prompts: list[PromptRequest]
+    model: str = ""

@@ -30,7 +30,6 @@ from mamba_eagle.message.channel import Receiver
 from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
-from mamba_eagle.metrics.recorder import Tracer
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
 from mamba_eagle.server.bodies.threads import share_interpreter
@@ -99,7 +98,7 @@ class Launch(ABC):
         self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         context = zmq.Context(io_threads=1)
         model = self.config.served_model_name or self.config.model_path
-        tracer: Tracer | None = None
+        tracer: Any = None
         if endpoint := self.config.otlp_traces_endpoint:
             # Its packages are an extra.
             tracing = importlib.import_module("mamba_eagle.metrics.tracing")
@@ -129,7 +128,7 @@ class Launch(ABC):
                 )
                 self.judge = state.judge
                 # reads a long text: not beside requests
-                if not await self._ended_before(_in_thread(state.grammars.special)):
+                if not await self._ended_before(_in_thread(lambda: state.grammars.special)):
                     self.judge.start()
                     await self.serve(state)
             return await self.ending

@@ -17,11 +17,12 @@ import httpx
 import pytest
 
 from benchmark.lib import server
+from benchmark.lib.client import StreamClient
 from benchmark.lib.cpu_time import cpu_seconds, family, family_seconds
 from benchmark.lib.rounds import Contestant, Round, play_rounds
 from benchmark.lib.server import ServerProcess
 from mamba_eagle.bench import results
-from mamba_eagle.bench.client import Client, ServerError, generate_all
+from mamba_eagle.bench.client import ServerError, generate_all
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -29,9 +30,9 @@ Answer = Callable[[httpx.Request], httpx.Response]
 # ── clients ──────────────────────────────────────────────────────────────────────────────────
 
 
-def client_of(answer: Answer, **settings: Any) -> Client:
+def client_of(answer: Answer, **settings: Any) -> StreamClient:
     transport = httpx.MockTransport(answer)
-    return Client("http://test", transport=transport, **settings)
+    return StreamClient("http://test", transport=transport, **settings)
 
 
 def events(*values: Any) -> str:
@@ -72,16 +73,16 @@ def test_a_stream_gives_its_pieces_and_ends() -> None:
     assert asyncio.run(run()) == ["x", "xy"]
 
 
-async def generate(client: Client) -> Any:
+async def generate(client: StreamClient) -> Any:
     return await client.generate({})
 
 
-async def stream(client: Client) -> Any:
+async def stream(client: StreamClient) -> Any:
     async with client.stream({}) as pieces:
         return [piece async for piece in pieces]
 
 
-async def server_info(client: Client) -> Any:
+async def server_info(client: StreamClient) -> Any:
     return await client.server_info()
 
 
@@ -94,7 +95,7 @@ REFUSED = {"error": {"message": "text: too long", "code": 400}}
     [(400, json.dumps(REFUSED), "text: too long"), (404, "<html>" * 100, "")],
 )
 def test_a_refusal_has_its_status_and_the_servers_own_words(
-    call: Callable[[Client], Any], status: int, content: str, message: str
+    call: Callable[[StreamClient], Any], status: int, content: str, message: str
 ) -> None:
     async def run() -> Any:
         async with client_of(lambda _: httpx.Response(status, text=content)) as client:

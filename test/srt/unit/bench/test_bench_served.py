@@ -10,8 +10,8 @@ from fake_engine import length_of
 from server_harness import Harness, run, serving
 
 from benchmark.lib import served
+from benchmark.lib.client import StreamClient
 from benchmark.lib.served import Scenario, percentile
-from mamba_eagle.bench.client import Client
 from mamba_eagle.message import Generate
 
 OUTPUT = [7, 8, 9]
@@ -27,8 +27,8 @@ def answers(seen: list[list[int]]):
     return script
 
 
-def client_of(harness: Harness) -> Client:
-    return Client("http://test", transport=httpx.ASGITransport(harness.app))
+def client_of(harness: Harness) -> StreamClient:
+    return StreamClient("http://test", transport=httpx.ASGITransport(harness.app))
 
 
 def test_clients_send_the_next_request_when_the_last_is_answered() -> None:

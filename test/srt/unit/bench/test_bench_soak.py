@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from benchmark.lib import soak as soaks
+from benchmark.lib.client import StreamClient
 from benchmark.lib.soak import Load, Soak
-from mamba_eagle.bench.client import Client
 
 IDLE = {
     "num_running_reqs": 0,
@@ -62,7 +62,7 @@ def run_soak(state: dict, text_of=lambda prompt, call: " #### 1") -> Soak:
     )
 
     async def run() -> Soak:
-        async with Client("http://test", transport=httpx.MockTransport(answer)) as client:
+        async with StreamClient("http://test", transport=httpx.MockTransport(answer)) as client:
             soak = Soak(load, client, idle_seconds=2)
             with mock.patch.object(soaks, "time", Clock()):
                 await soak.run()

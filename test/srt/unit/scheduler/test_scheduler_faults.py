@@ -155,7 +155,7 @@ def test_what_a_prompt_cannot_return(token, logprobs, problem):
     found = prefill_problem(asked, item, result, VOCAB)
     assert (found == "") == (problem == "")
     assert re.search(problem, found), found
-    asked._pooling = "last"
+    asked.asked.pooling = "last"
     if logprobs == 3:
         assert "0 bytes of an embedding" in prefill_problem(asked, item, result, VOCAB)
     item.is_last = False

@@ -21,8 +21,8 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import (
     Abort,
     CompileGrammar,
+    Done,
     FlushCache,
-    FlushReply,
     Generate,
     GetState,
     GrammarCompiled,
@@ -109,16 +109,16 @@ def test_serves_requests_and_answers_questions(rig):
     prompt = list(range(20))
     rig.to_scheduler.send(Generate(rid="a", token_ids=prompt, sampling=LONG))
     rig.to_scheduler.send(FlushCache(call_id=7))
-    refusal = rig.until(lambda item: isinstance(item, FlushReply))
+    refusal = rig.until(lambda item: isinstance(item, Done))
     # whether the request has begun by then depends on when the two messages were read
-    assert not refusal.ok
-    assert "0 requests run and 1 wait" in refusal.message or "1 requests run" in refusal.message
+    assert refusal.problem
+    assert "0 requests run and 1 wait" in refusal.problem or "1 requests run" in refusal.problem
     rig.until_end_of("a")
     assert rig.text("a") == expected_text(prompt, LONG)
 
     # The last plan may still be out; a client that has its answer must not be refused.
     rig.to_scheduler.send(FlushCache(call_id=8))
-    assert rig.until(lambda item: isinstance(item, FlushReply) and item.call_id == 8).ok
+    assert rig.until(lambda item: isinstance(item, Done) and item.call_id == 8).problem == ""
     state = rig.state()
     assert state["num_cached_tokens"] == 0 and state["generation_tokens_total"] == 300
 

@@ -18,11 +18,13 @@ from mamba_eagle.core import SamplingParams, declared
 from mamba_eagle.server.apis.generate.body import GenerateSampling
 from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
-from mamba_eagle.server.apis.openapi import BODIES
+from mamba_eagle.server.apis.openapi import bodies
+from mamba_eagle.server.app import ROOMS
 from mamba_eagle.server.bodies.model import Body, described
 from mamba_eagle.server.bodies.served import Served
 
 PAGE = Path(__file__).parents[4] / "docs/http.md"
+BODIES = bodies(route for room in ROOMS for route in room.router.routes)
 # What the models of routes read, but only say to whom it belongs.
 UNSAID = {"n", "seed", "sampling_seed"}
 

@@ -9,7 +9,7 @@ from runner_harness import TREE, accepted, greedy, random_prompt, write_tiny
 from server_harness import run, says, serving
 
 from mamba_eagle.config import ServerConfig
-from mamba_eagle.server.app import SIMULATION_HEADER
+from mamba_eagle.server.http.at_reply import SIMULATION_HEADER
 
 GAUGE = 'mamba_eagle:simulated_accept_length{model_name="tiny"}'
 HEAD = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "head"}
@@ -27,7 +27,7 @@ def test_every_reply_says_so(length: float) -> None:
                 info := await harness.client.get("/server_info"),
             ]
             assert [reply.status_code for reply in replies] == [200, 400, 404, 200]
-            marks = {reply.headers.get(SIMULATION_HEADER) for reply in replies}
+            marks = {reply.headers.get(SIMULATION_HEADER.decode()) for reply in replies}
             assert marks == {None if length == 0 else "2.5"}
             assert info.json()["simulate_acc_len"] == length
             metrics = await harness.client.get("/metrics")

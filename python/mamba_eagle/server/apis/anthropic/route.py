@@ -7,16 +7,17 @@ from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.apis.anthropic.body import count_tokens, parse_message
+from mamba_eagle.server.apis.anthropic.body import MessagesBody, count_tokens, parse_message
 from mamba_eagle.server.apis.anthropic.reply import AnthropicError, AnthropicReply
 from mamba_eagle.server.apis.openai.parts import serve_parts
+from mamba_eagle.server.bodies.model import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import server_state
 
 router = APIRouter()
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", openapi_extra=takes(MessagesBody))
 async def messages(request: Request) -> Response:
     state = server_state(request)
     with _anthropic_errors():
@@ -25,7 +26,7 @@ async def messages(request: Request) -> Response:
         return await serve_parts(request, state, chat, reply)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesBody))
 async def count(request: Request) -> Response:
     with _anthropic_errors():
         tokens = await server_state(request).read(request, count_tokens, is_chat=True)

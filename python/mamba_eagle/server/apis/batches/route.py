@@ -16,7 +16,7 @@ from mamba_eagle.server.apis.batches.batch import Batch, BatchStore
 from mamba_eagle.server.apis.batches.files import StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Object, Text, needs, says
+from mamba_eagle.server.bodies.model import Body, Object, Text, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import server_state
@@ -118,7 +118,7 @@ async def delete_file(request: Request, id: str) -> Response:
 # ── batches ──────────────────────────────────────────────────────────────────────────────────
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", openapi_extra=takes(BatchBody))
 async def create(request: Request) -> Response:
     """Each request of a file is answered, half as many at a time as the engine runs at most."""
     state, key = server_state(request), key_of(request)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
+from mamba_eagle.server.apis.generate.body import GenerateBody, GenerateJob, parse_generate
 from mamba_eagle.server.apis.generate.reply import PieceReply, Reply
 from mamba_eagle.server.apis.sse import (
     DONE,
@@ -17,6 +17,7 @@ from mamba_eagle.server.apis.sse import (
     updates,
     wait_for_success,
 )
+from mamba_eagle.server.bodies.model import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
@@ -24,15 +25,17 @@ from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 router = APIRouter()
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
+@router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=takes(GenerateBody))
 async def generate(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_generate)
     live = state.submit(job.rid, job.prompts)
     tokenizer = state.manager.tokenizer
-    kind = PieceReply if job.stream and job.incremental else Reply
-    replies = [kind(sample, tokenizer, job.text_in_logprobs) for sample in live.samples]
-    if job.stream:
+    pieces = job.body.incremental
+    pieces = state.config.incremental_streaming_output if pieces is None else pieces
+    kind = PieceReply if job.body.stream and pieces else Reply
+    replies = [kind(sample, tokenizer, job.body.return_text_in_logprobs) for sample in live.samples]
+    if job.body.stream:
         events = stream_replies(state, job, live, replies)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(live), keep_alive)
@@ -40,9 +43,7 @@ async def generate(request: Request) -> Response:
     def take(sample: Sample) -> None:
         replies[sample.index].take_logprobs()
 
-    wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
-    if not await wait_for_success(request, state.manager, live, take if wants_logprobs else None):
-        return Response(status_code=499)  # the client has left
+    await wait_for_success(request, state.manager, live, take, sample_error)
     parts = await json_parts([reply.as_dict for reply in replies])
     return json_response(parts if job.as_list else parts[0])
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
-
-import msgspec
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES, MAX_TOP_LOGPROBS
@@ -23,7 +22,7 @@ from mamba_eagle.server.bodies.sampling import (
     checked,
     with_parameters,
 )
-from mamba_eagle.server.bodies.served import Named
+from mamba_eagle.server.bodies.served import Job, Named
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -98,20 +97,10 @@ class CompletionBody(OpenAIBody):
         return self.n if self.best_of is None else self.best_of
 
 
-class OpenAIJob(msgspec.Struct, kw_only=True):
-    rid: str
-    model: str
-    prompts: list[PromptRequest]
-    stream: bool
-    include_usage: bool  # a last chunk of a stream has the usage
-    continuous_usage: bool  # every chunk has the usage so far
-    meta_info: bool  # each choice has /generate's meta_info; sglang's evaluations ask for it
-    logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
-    prompt_logprobs: int | None = None  # the same of the prompt, in vLLM's form
-    given: int = 1  # choices of each prompt, the best of its samples
-    token_ids: bool = False  # completions: choices have those of prompt and output
-    token_names: bool = False  # completions: logprobs name tokens by their ids
-    echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
+@dataclass(kw_only=True)
+class OpenAIJob(Job[OpenAIBody]):
+    logprobs: int | None  # how many best ones beside the token's own; None: none at all
+    echoes: list[str]  # completions with echo: the prompts' text, which comes first
 
 
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
@@ -125,7 +114,7 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     prompts = state.prompts.keeping(body.truncate_prompt_tokens).any(body.prompt, "prompt")
     if body.suffix:
         prompts = _with_suffix(body, state, prompts)
-    job = make_job(
+    return make_job(
         body,
         state,
         "cmpl",
@@ -135,8 +124,6 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
         tokenizer.decode_all(prompts) if body.echo else [],
         read_grammar(body, state.grammars),
     )
-    job.token_ids, job.token_names = body.return_token_ids, body.return_tokens_as_token_ids
-    return job
 
 
 def _check_best_of(body: CompletionBody) -> None:
@@ -196,18 +183,9 @@ def make_job(
         )
     top = "logprobs" if kind == "cmpl" else "top_logprobs"
     check_demand(requests, state.context_length, {"top": top, "output": body.length_name})
+    model = body.model or state.model_name
     return OpenAIJob(
-        rid=rid,
-        model=body.model or state.model_name,
-        prompts=requests,
-        stream=body.stream,
-        include_usage=body.stream_options.include_usage,
-        continuous_usage=body.stream_options.continuous_usage_stats,
-        meta_info=body.return_meta_info,
-        logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        given=body.n,
-        echoes=echoes,
+        body=body, rid=rid, prompts=requests, model=model, logprobs=logprobs, echoes=echoes
     )
 
 

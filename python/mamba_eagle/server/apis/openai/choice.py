@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.generate.reply import Reply, step_dict
-from mamba_eagle.server.apis.openai.body import OpenAIJob
+from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
 from mamba_eagle.server.http.json_list import JsonList
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -29,7 +29,7 @@ class Choice(ABC):
         self._total = 0.0  # of the output's logprobs
         self._sent = 0  # characters
         self._told_steps = 0
-        self._meta = Reply(sample, tokenizer, False) if job.meta_info else None
+        self._meta = Reply(sample, tokenizer, False) if job.body.return_meta_info else None
         self._logprobs = {name: JsonList() for name in self.lists}
         self._prompt_logprobs = JsonList()
 
@@ -40,7 +40,7 @@ class Choice(ABC):
 
     def prompt_logprobs(self) -> dict[str, Any]:
         """The field that has them, if they were asked for."""
-        asked = self.job.prompt_logprobs is not None
+        asked = self.job.body.prompt_logprobs is not None
         return {"prompt_logprobs": self._prompt_logprobs.raw()} if asked else {}
 
     def of_reply(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Choice(ABC):
             self._meta.add_logprobs("output", sample.logprobs)
         items = (sample.input_logprobs if self.job.echoes else []) + sample.logprobs
         self._total += sum(item.logprob or 0.0 for item in sample.logprobs)
-        if (best := self.job.prompt_logprobs) is not None:
+        if (best := self.job.body.prompt_logprobs) is not None:
             self._prompt_logprobs.extend(
                 [self._prompt_entry(item, best) for item in sample.input_logprobs]
             )
@@ -132,6 +132,8 @@ class CompletionChoice(Choice):
         super().__init__(sample, tokenizer, job)
         place = next(i for i, prompt in enumerate(job.prompts) if prompt is sample.prompt)
         self._echo = job.echoes[place] if job.echoes else ""
+        assert isinstance(job.body, CompletionBody)
+        self._body = job.body
         self._offset = 0
         self._told_ids = 0
 
@@ -146,7 +148,7 @@ class CompletionChoice(Choice):
     def _piece(self) -> dict[str, Any]:
         echo, self._echo = self._echo, ""
         piece = self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
-        if self.job.token_ids:
+        if self._body.return_token_ids:
             ids = self.sample.output_ids
             piece["prompt_token_ids"] = self.sample.prompt.token_ids
             piece["token_ids"] = ids[self._told_ids :]
@@ -154,7 +156,9 @@ class CompletionChoice(Choice):
         return piece
 
     def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
-        name = "token_id:{}".format if self.job.token_names else self.tokenizer.token_text
+        name = self.tokenizer.token_text
+        if self._body.return_tokens_as_token_ids:
+            name = "token_id:{}".format
         tokens = [name(item.token_id) for item in items]
         offsets = []
         for token in tokens:

@@ -21,8 +21,7 @@ from mamba_eagle.chat.live_calls import ArgumentsPiece
 from mamba_eagle.chat.parse import OutputParser, TextPiece
 from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.openai.chat_body import ChatJob
-from mamba_eagle.server.apis.openai.route import choice_error
-from mamba_eagle.server.apis.sse import EventStream, updates, wait_until_done
+from mamba_eagle.server.apis.sse import EventStream, choice_error, updates, wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
@@ -188,17 +187,14 @@ async def serve_parts(
     live = state.submit(chat.job.rid, chat.job.prompts)
     parts = Parts(live.samples[0], chat.form.parser())
     written = Written(live, parts.all)
-    if chat.job.stream:
+    if chat.job.body.stream:
         return EventStream(
             _stream(state, parts, written, reply),
             lambda: state.manager.release(live),
             state.config.sse_keep_alive,
             lambda error: named_event(reply.failed(error)),
         )
-    if not await wait_until_done(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
-    if (error := choice_error(parts.sample)) is not None:
-        raise error
+    await wait_for_success(request, state.manager, live)
     for _ in parts.news():
         pass
     await _count(state, written, reply)

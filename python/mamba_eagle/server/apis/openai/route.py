@@ -9,20 +9,21 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.apis.openai.body import OpenAIJob, parse_completion
-from mamba_eagle.server.apis.openai.chat_body import parse_chat
+from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob, parse_completion
+from mamba_eagle.server.apis.openai.chat_body import ChatBody, parse_chat
 from mamba_eagle.server.apis.openai.chat_choice import ChatChoice
 from mamba_eagle.server.apis.openai.choice import Choice, CompletionChoice
 from mamba_eagle.server.apis.sse import (
     DONE,
     EventStream,
+    choice_error,
     event,
     json_parts,
-    sample_error,
     updates,
-    wait_until_done,
+    wait_for_success,
 )
-from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -30,7 +31,7 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_completion)
@@ -39,7 +40,7 @@ async def completions(request: Request) -> Response:
     )
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
 async def chat_completions(request: Request) -> Response:
     state = server_state(request)
     # In a thread however short it is: a template may take long.
@@ -62,7 +63,7 @@ async def _serve(
     tokenizer = state.prompts.need_tokenizer(request.url.path)
     choices = [make_choice(sample, tokenizer) for sample in live.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
-    if job.stream:
+    if job.body.stream:
         events = _stream(state, job, live, choices, head)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(live), keep_alive)
@@ -70,13 +71,8 @@ async def _serve(
     def take(sample: Sample) -> None:
         choices[sample.index].take_logprobs()
 
-    wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
-    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
-        return Response(status_code=499)  # the client has left
-    for sample in live.samples:
-        if (error := choice_error(sample)) is not None:
-            raise error
-    given = best_of_each(choices, job.given)
+    await wait_for_success(request, state.manager, live, take)
+    given = best_of_each(choices, job.body.n)
     return json_response(
         {
             **head,
@@ -109,6 +105,7 @@ async def _stream(
     head: dict[str, Any],
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": choices[0].chunk_name}
+    options = job.body.stream_options
     begun = False
     interval = state.config.stream_interval
     async for sample in updates(live, lambda sample: interval):
@@ -122,23 +119,14 @@ async def _stream(
         for piece in choice.pieces():
             begun = True
             chunk = {**head, "choices": [piece]}
-            if job.continuous_usage:
+            if options.continuous_usage_stats:
                 chunk["usage"] = sample_usage(sample)
-            elif job.include_usage:
+            elif options.include_usage:
                 chunk["usage"] = None
             yield event(chunk)
-    if job.include_usage:
+    if options.include_usage:
         yield event({**head, "choices": [], "usage": usage(live)})
     yield DONE
-
-
-def choice_error(sample: Sample) -> RequestError | None:
-    """A sample that was aborted is an error, too: OpenAI's finish reasons have none for it, and
-    strict clients refuse others. To say "stop" would pass a cut text off as a whole one."""
-    error = sample_error(sample)
-    if error is None and sample.finish is not None and sample.finish.kind == "abort":
-        error = RequestError(f"the request was ended: {sample.finish.message}")
-    return error
 
 
 def usage(live: LiveRequest) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.server.apis.openai.parts import serve_parts
-from mamba_eagle.server.apis.responses.body import parse_response
+from mamba_eagle.server.apis.responses.body import ResponseBody, parse_response
 from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
 from mamba_eagle.server.apis.responses.reply import ResponsesReply
+from mamba_eagle.server.bodies.model import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import server_state
@@ -23,7 +24,7 @@ def _store(request: Request) -> ResponseStore:
     return store
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=takes(ResponseBody))
 async def responses(request: Request) -> Response:
     """A chat as items, which is kept unless ``store`` is false."""
     state, store, key = server_state(request), _store(request), key_of(request)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.message import SumWeights
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import AskRanks, SumWeights
+from mamba_eagle.server.apis.rollouts.operator import RANK_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Object, needs, read, says
+from mamba_eagle.server.bodies.model import Body, Object, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
 
@@ -33,7 +33,7 @@ class CheckBody(Body):
     HARMLESS = frozenset(("allow_quant_error",))  # nothing is rounded twice
 
 
-@router.post("/weights_checker")
+@router.post("/weights_checker", openapi_extra=takes(CheckBody))
 async def weights_checker(request: Request) -> Response:
     """SGLang's: a comparison with the snapshot that fails is 400, with the names that differ."""
     state = trusted(request)
@@ -51,7 +51,7 @@ async def weights_checker(request: Request) -> Response:
     return json_response({"success": True, "message": action, "ranks": sums})
 
 
-@router.post("/weight_checker")
+@router.post("/weight_checker", openapi_extra=takes(CheckBody))
 async def weight_checker(request: Request) -> Response:
     """vLLM's: the caller keeps the checksums, and sends them to be compared."""
     state = trusted(request)
@@ -67,7 +67,8 @@ async def _checksums(state: ServerState, action: str) -> list[dict[str, str]]:
     """By tensor, of each rank."""
     if action.startswith("reset"):
         raise RequestError.about("action", action, NO_RESET)
-    return [reply.checksums for reply in await answered(state.manager.ask.ranks(SumWeights()))]
+    asked = state.manager.ask(AskRanks(task=SumWeights()), RANK_SECONDS)
+    return [reply.checksums for reply in await answered(asked)]
 
 
 def _flat(ranks: list[dict[str, str]]) -> dict[str, str]:

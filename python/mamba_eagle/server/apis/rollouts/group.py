@@ -12,10 +12,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_RID_LENGTH
-from mamba_eagle.message import JoinGroup, LeaveGroup, TakeTensors, TensorInfo
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import (
+    AskRanks,
+    ChangeModel,
+    JoinGroup,
+    LeaveGroup,
+    TakeTensors,
+    TensorInfo,
+)
+from mamba_eagle.server.apis.rollouts.operator import (
+    CHANGE_SECONDS,
+    RANK_SECONDS,
+    answered,
+    trusted,
+)
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.state import ServerState
@@ -109,7 +121,7 @@ class FinishBody(Body):
     weight_version: Version = says("what replies are to call the weights", "")
 
 
-@router.post("/init_weights_update_group")
+@router.post("/init_weights_update_group", openapi_extra=takes(GroupBody))
 async def init_weights_update_group(request: Request) -> Response:
     """Returns once all members have met. Send it while the trainer makes its side of the group."""
     state = trusted(request)
@@ -118,7 +130,7 @@ async def init_weights_update_group(request: Request) -> Response:
     return json_response({"success": True, "message": f"group {body.group_name} has met"})
 
 
-@router.post("/init_weight_transfer_engine")
+@router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
 async def init_weight_transfer_engine(request: Request) -> Response:
     """As /init_weights_update_group, with vLLM's fields."""
     state = trusted(request)
@@ -127,16 +139,16 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     return json_response({"message": "Weight transfer initialized"})
 
 
-@router.post("/destroy_weights_update_group")
+@router.post("/destroy_weights_update_group", openapi_extra=takes(LeaveBody))
 async def destroy_weights_update_group(request: Request) -> Response:
     """Leaves a group."""
     state = trusted(request)
     name = (await state.read_control(request, LeaveBody)).group_name
-    await answered(state.manager.ask.ranks(LeaveGroup(name)))
+    await answered(state.manager.ask(AskRanks(task=LeaveGroup(name)), RANK_SECONDS))
     return json_response({"success": True, "message": f"group {name} was left"})
 
 
-@router.post("/update_weights_from_distributed")
+@router.post("/update_weights_from_distributed", openapi_extra=takes(TensorsBody))
 async def update_weights_from_distributed(request: Request) -> Response:
     """Send it while the trainer broadcasts. Names, shapes and dtypes are checked first. During a
     pause the weights change when it ends, with all that has come until then."""
@@ -162,7 +174,7 @@ async def start_weight_update(request: Request) -> Response:
     return json_response({"message": "Weight update started"})
 
 
-@router.post("/finish_weight_update")
+@router.post("/finish_weight_update", openapi_extra=takes(FinishBody))
 async def finish_weight_update(request: Request) -> Response:
     """The weights change, if a group has sent any."""
     state = trusted(request)
@@ -209,7 +221,7 @@ async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk:
     waits = incoming.begun or state.paused
     incoming.receiving += 1
     try:
-        await answered(state.manager.ask.ranks(task))
+        await answered(state.manager.ask(AskRanks(task=task), RANK_SECONDS))
     except RequestError as error:
         incoming.fail(str(error) if waits else "")
         raise
@@ -231,7 +243,8 @@ async def finish(state: ServerState) -> None:
     incoming, state.incoming = state.incoming, Incoming()
     if not incoming.folders:
         return
-    await answered(state.manager.ask.change(incoming.weights()))
+    changed = ChangeModel(weights=incoming.weights())
+    await answered(state.manager.ask(changed, CHANGE_SECONDS))
     state.manager.weight_version = incoming.version or state.manager.weight_version
 
 
@@ -246,4 +259,5 @@ async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -
         backend=backend or ("nccl" if on_gpu else "gloo"),
         seconds=meeting.timeout,
     )
-    await answered(state.manager.ask.ranks(task, meeting.timeout + ANSWER_SECONDS))
+    asked = state.manager.ask(AskRanks(task=task), meeting.timeout + ANSWER_SECONDS)
+    await answered(asked)

@@ -8,9 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import MEMORY_TAGS
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.message import ChangeModel
+from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.model import Body, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 
 MUST = f"must be a list of {' and '.join(MEMORY_TAGS)}"
@@ -25,7 +26,7 @@ class TagsBody(Body):
     )
 
 
-@router.post("/release_memory_occupation")
+@router.post("/release_memory_occupation", openapi_extra=takes(TagsBody))
 async def release_memory_occupation(request: Request) -> Response:
     """The weights and pools are freed; requests wait until all of it is resumed."""
     tags = await _tags_of_body(request)
@@ -33,7 +34,7 @@ async def release_memory_occupation(request: Request) -> Response:
     return json_response({"success": True, "released": tags})
 
 
-@router.post("/resume_memory_occupation")
+@router.post("/resume_memory_occupation", openapi_extra=takes(TagsBody))
 async def resume_memory_occupation(request: Request) -> Response:
     """Once nothing is released any more, the weights are read again and requests go on."""
     tags = await _tags_of_body(request)
@@ -48,7 +49,7 @@ async def sleep(request: Request) -> Response:
     return json_response({"status": "sleeping"})
 
 
-@router.post("/wake_up")
+@router.post("/wake_up", openapi_extra=takes(tags="weights, kv_cache; left out: both"))
 async def wake_up(request: Request) -> Response:
     """vLLM's: ``?tags=`` once or several times; left out: all."""
     await _change(request, resume=_checked(request.query_params.getlist("tags")))
@@ -68,4 +69,5 @@ def _checked(tags: Sequence[str]) -> list[str]:
 async def _change(
     request: Request, release: Sequence[str] = (), resume: Sequence[str] = ()
 ) -> None:
-    await answered(trusted(request).manager.ask.change(release=release, resume=resume))
+    asked = ChangeModel(release=list(release), resume=list(resume))
+    await answered(trusted(request).manager.ask(asked, CHANGE_SECONDS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -12,10 +11,11 @@ from mamba_eagle.message import Done, RankReply
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.origins import is_loopback
-from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.server.state import ServerState, heard, server_state
 
-T = TypeVar("T")
+CHANGE_SECONDS = 1800.0  # that loading weights may take
+RANK_SECONDS = 3600.0  # that receiving or summing them may
+T = TypeVar("T", Done, list[RankReply])
 
 
 def operated(request: Request) -> ServerState:
@@ -36,11 +36,8 @@ def trusted(request: Request) -> ServerState:
 
 async def answered(question: Awaitable[T]) -> T:
     """Raises: RequestError 503 if no answer comes; 400 with the reason why nothing was done."""
-    try:
-        reply = await question
-    except (EngineDead, asyncio.TimeoutError) as error:
-        raise RequestError(str(error) or "the engine did not answer in time", 503) from None
+    reply = await heard(question)
     for each in reply if isinstance(reply, list) else [reply]:
-        if isinstance(each, (Done, RankReply)) and each.problem:
+        if each.problem:
             raise RequestError(each.problem)
     return reply

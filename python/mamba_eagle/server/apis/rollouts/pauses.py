@@ -7,18 +7,19 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import shown
-from mamba_eagle.message import PauseMode
+from mamba_eagle.message import Continue, Pause, PauseMode
 from mamba_eagle.server.apis.rollouts.group import finish
 from mamba_eagle.server.apis.rollouts.operator import answered, operated
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, read, says
+from mamba_eagle.server.bodies.model import Body, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, heard, server_state
 
 MAX_NAMES = 1_000_000
 PAUSE_SECONDS = 1800.0  # that requests may take to end
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "retract", "in_place": "keep", "retract": "retract"}
 VLLM_MODES: dict[str, PauseMode] = {"abort": "retract", "keep": "keep", "wait": "wait"}
+MODE, CLEARS = "abort, wait or keep", "false: what is cached stays"
 router = APIRouter()
 
 
@@ -32,7 +33,7 @@ class PauseBody(Body):
     )
 
 
-@router.post("/pause_generation")
+@router.post("/pause_generation", openapi_extra=takes(PauseBody))
 async def pause_generation(request: Request) -> Response:
     """Returns when no step is under way; requests that come wait for `/continue_generation`."""
     state = operated(request)
@@ -41,7 +42,7 @@ async def pause_generation(request: Request) -> Response:
     return json_response({"status": "ok", "message": f"generation is paused ({mode})"})
 
 
-@router.post("/pause")
+@router.post("/pause", openapi_extra=takes(mode=MODE, clear_cache=CLEARS))
 async def pause(request: Request) -> Response:
     """``?mode=`` abort, wait (they run to their end) or keep (they stay, with their states);
     ``?clear_cache=false`` leaves the prefix cache."""
@@ -54,7 +55,7 @@ async def pause(request: Request) -> Response:
         raise RequestError(f"clear_cache = {shown(clears)}: must be true or false")
     await _pause(state, VLLM_MODES[mode], aborts=mode == "abort")
     if clears == "true" and mode != "keep":  # requests in place go on from what is cached
-        await answered(state.manager.ask.flush_cache(PAUSE_SECONDS))
+        await heard(state.manager.ask.flush_cache(PAUSE_SECONDS))
     return json_response({"status": "paused"})
 
 
@@ -86,7 +87,7 @@ class AbortsBody(Body):
     )
 
 
-@router.post("/abort_requests")
+@router.post("/abort_requests", openapi_extra=takes(AbortsBody))
 async def abort_requests(request: Request) -> Response:
     """They end with finish reason abort and the tokens so far; nothing is paused."""
     state = operated(request)
@@ -99,9 +100,9 @@ async def abort_requests(request: Request) -> Response:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Empties the prefix cache, if nothing runs."""
-    reply = await answered(operated(request).manager.ask.flush_cache())
-    if not reply.ok:
-        raise RequestError(f"the cache was not reset: {reply.message}")
+    reply = await heard(operated(request).manager.ask.flush_cache())
+    if reply.problem:
+        raise RequestError(f"the cache was not reset: {reply.problem}")
     return json_response({"success": True})
 
 
@@ -124,12 +125,12 @@ async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
     state.paused = True
     if aborts:
         await state.manager.abort(None, "aborted: generation is paused")
-    await answered(state.manager.ask.pause(mode, PAUSE_SECONDS))
+    await answered(state.manager.ask(Pause(mode=mode), PAUSE_SECONDS))
 
 
 async def _go_on(request: Request) -> None:
     state = operated(request)
     if not state.incoming.begun:
         await finish(state)
-    await answered(state.manager.ask.go_on())
+    await answered(state.manager.ask(Continue(), 30.0))
     state.paused = False

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
 from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
-from mamba_eagle.server.apis.sse import wait_for_success
+from mamba_eagle.server.apis.openai.route import usage
+from mamba_eagle.server.apis.sse import sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says
+from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says, takes
 from mamba_eagle.server.bodies.served import Name, Served
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
@@ -59,24 +60,15 @@ def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
     return parse_generate(asked, state)
 
 
-@router.post("/inference/v1/generate")
+@router.post("/inference/v1/generate", openapi_extra=takes(TokensBody))
 async def generate(request: Request) -> Response:
     """Token ids in, token ids out, with their logprobs if ``sampling_params.logprobs`` is given."""
     state = server_state(request)
     job = await state.read(request, parse_tokens)
     live = state.submit(job.rid, job.prompts)
-    if not await wait_for_success(request, state.manager, live):
-        return Response(status_code=499)  # the client has left
-    last = live.samples[-1].last
-    prompt, output = last.prompt_tokens, sum(len(sample.output_ids) for sample in live.samples)
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
-    }
+    await wait_for_success(request, state.manager, live, error_of=sample_error)
     choices = [_choice(sample) for sample in live.samples]
-    return json_response({"request_id": job.rid, "choices": choices, "usage": usage})
+    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(live)})
 
 
 def _choice(sample: Sample) -> dict[str, Any]:

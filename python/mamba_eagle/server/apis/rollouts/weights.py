@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.message import Weights
+from mamba_eagle.message import ChangeModel, Weights
 from mamba_eagle.server.apis.rollouts.group import GROUP, UpdateInfo, Version, listed, take, version
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, read, says
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 
@@ -45,7 +45,7 @@ class DirectoryBody(Body):
     update_info: Object = says("instead: tensors that a group sends, in this order", {})
 
 
-@router.post("/update_weights_from_disk")
+@router.post("/update_weights_from_disk", openapi_extra=takes(DiskBody))
 async def update_weights_from_disk(request: Request) -> Response:
     """Names, shapes and dtypes of all tensors are checked first; if one is wrong, nothing changes.
     Running requests step back, and go on with the new weights; the prefix cache is emptied."""
@@ -60,7 +60,7 @@ async def update_weights_from_disk(request: Request) -> Response:
     return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
 
-@router.post("/update_weights")
+@router.post("/update_weights", openapi_extra=takes(DirectoryBody))
 async def update_weights(request: Request) -> Response:
     """From ``weight_dir`` as /update_weights_from_disk; from a group as
     /update_weights_from_distributed, or as a part of what /start_weight_update began."""
@@ -95,6 +95,6 @@ async def get_weight_version(request: Request) -> Response:
 
 async def _update(state: ServerState, target: str, drafter: str, version: str) -> None:
     """Raises: RequestError"""
-    given: dict[str, Any] = {"target": target, "drafter": drafter, "version": version}
-    await answered(state.manager.ask.change(Weights(**given)))
+    asked = ChangeModel(weights=Weights(target=target, drafter=drafter, version=version))
+    await answered(state.manager.ask(asked, CHANGE_SECONDS))
     state.manager.weight_version = version or state.manager.weight_version

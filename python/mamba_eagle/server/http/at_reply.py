@@ -1,0 +1,85 @@
+"""What is done as a reply begins: it is counted, and marked. Plain ASGI: streams pass untouched."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = b"x-request-id"
+SIMULATION_HEADER = b"x-mamba-eagle-simulated-acc-len"
+# The traceparent header (W3C Trace Context) of the request that is being read.
+trace_parent: ContextVar[str] = ContextVar("trace_parent", default="")
+MAX_LENGTH = 128  # characters; a longer one is replaced
+
+
+class AtReply(ABC):
+    """Middleware that acts when a reply begins."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    @abstractmethod
+    def begin(self, scope: Scope) -> Callable[[Message], None]:
+        """A request has come; returns what is called with the reply's first message."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        act = self.begin(scope)
+
+        async def send_acted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                act(message)
+            await send(message)
+
+        await self.app(scope, receive, send_acted)
+
+
+def add_header(message: Message, name: bytes, value: bytes) -> None:
+    message["headers"] = [*message.get("headers", ()), (name, value)]
+
+
+class RequestCount(AtReply):
+    """By route and status. A path that is no route counts as "other": clients may send any."""
+
+    def __init__(
+        self, app: ASGIApp, routes: Collection[str], count: Callable[[str, int], None]
+    ) -> None:
+        super().__init__(app)
+        self.routes, self.count = frozenset(routes), count
+
+    def begin(self, scope: Scope) -> Callable[[Message], None]:
+        route = scope["path"] if scope["path"] in self.routes else "other"
+        return lambda message: self.count(route, message["status"])
+
+
+class SimulationMark(AtReply):
+    """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
+
+    def __init__(self, app: ASGIApp, length: float) -> None:
+        super().__init__(app)
+        self.length = f"{length:g}".encode()
+
+    def begin(self, scope: Scope) -> Callable[[Message], None]:
+        return lambda message: add_header(message, SIMULATION_HEADER, self.length)
+
+
+class RequestIds(AtReply):
+    """Sends the client's request id back, or one made here."""
+
+    def begin(self, scope: Scope) -> Callable[[Message], None]:
+        headers = dict(scope["headers"])
+        name = _sendable(headers.get(HEADER, b"")) or uuid.uuid4().hex.encode()
+        trace_parent.set(headers.get(b"traceparent", b"").decode("latin-1"))
+        return lambda message: add_header(message, HEADER, name)
+
+
+def _sendable(value: bytes) -> bytes:
+    """What the client sent, if it can be sent back: visible ASCII of a sensible length."""
+    visible = all(0x20 < byte < 0x7F for byte in value)
+    return value if visible and len(value) <= MAX_LENGTH else b""
