@@ -220,11 +220,7 @@ def accept_rows(
     features = features if F == 0 or features.stride(2) == 1 else features.contiguous()
     block = min(1024, triton.next_power_of_2(max(F, 1)))
     _accept_kernel[(1 + triton.cdiv(F, block), b)](
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.tail,
         step.fold.view(torch.uint8),
         nodes,
