@@ -15,9 +15,11 @@ from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.tree_verify import naive_rows, torch_rows, triton_rows
+from naive import tree_verify_rows as naive_rows
+from naive.tree_verify_rows import RowKeeper
+
+from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows
 from mamba_eagle.kernels.tree_verify.layout import Paths, Room
-from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
 from mamba_eagle.tree.tree import Tree
 
 REQUESTS, STATE_SLOTS = 6, 9
