@@ -20,7 +20,7 @@ from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, graph_us
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import Config, tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
-from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.layers.delta_rule import L2_EPS
 
 GEOMETRIES = {"27B": Sizes(48, 128, 16, 128), "35B-A3B": Sizes(32, 128, 16, 128)}
@@ -87,9 +87,8 @@ class Inputs:
         ]
 
     def fold(self) -> list[Launch]:
-        step = self.step
-        at = (step.slots, step.state_slots, step.journal, step.journal_len, self.sizes, L2_EPS)
-        return [partial(fold_journals, self.rows, self.state, *at)]
+        folds = Folds(*self.step[:4])
+        return [partial(fold_journals, self.rows, self.state, folds, self.sizes, L2_EPS)]
 
     def states_of_nodes(self) -> list[Launch]:
         """Writing them, and nothing else."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from benchmark.lib.launches import Launch, Report, graph_us
 from mamba_eagle.backend.base import Backend
@@ -25,8 +25,9 @@ from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
-from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows
-from mamba_eagle.kernels.tree_verify.layout import Paths, Room, pack_ancestors
+from mamba_eagle.kernels.tree_verify import triton_rows
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -102,11 +103,11 @@ class Inputs:
             seen = seen_by_next(seen, self.above)
             pack_ancestors(seen)
 
-    def rows(self, form: ModuleType) -> None:
+    def rows(self, begin: Callable[..., TreeLayout], accept: Callable[..., None]) -> None:
         tree, accepted = self.tree, self.accepted
-        step = form.begin_rows(self.slots, tree.parents, tree.ancestors, self.paths, ROOM)
+        step = begin(self.slots, tree.parents, tree.ancestors, self.paths, ROOM)
         tables = (self.paths, ROOM, self.feature, self.saved)
-        form.accept_rows(step, accepted.nodes, accepted.count, *tables, self.made)
+        accept(step, accepted.nodes, accepted.count, *tables, self.made)
         self.paths.journal_len.fill_(ROOM.max_journal // 2)  # with both backends, as above
 
     def pending(self) -> Launch:
@@ -128,8 +129,58 @@ class Inputs:
         yield "accept", self.accept
         yield "masks", self.masks if triton else self.torch_masks
         yield "lane_masks", self.lanes if triton else self.torch_lanes
-        yield "rows", partial(self.rows, triton_rows if triton else torch_rows)
+        rows = (triton_rows.begin_rows, triton_rows.accept_rows)
+        yield "rows", partial(self.rows, *(rows if triton else (begin_rows, accept_rows)))
         yield "pending", self.pending()
+
+
+def begin_rows(
+    slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
+) -> TreeLayout:
+    """As triton_rows.begin_rows, in torch."""
+    h, path, length = room.history, paths.path[slots], paths.journal_len[slots]
+    offsets = torch.arange(h, device=slots.device)
+    return TreeLayout(
+        slots=slots,
+        state_slots=paths.state_slot[slots],
+        journal=path[:, h : h + room.max_journal] - h,
+        journal_len=length,
+        rows=free_rows(path, length, h, room.rows, parents.shape[1]),
+        parents=parents,
+        ancestors=pack_ancestors(ancestors)[..., 0],
+        tail=path.gather(1, length[:, None] + offsets),
+        fold=length + room.accepts > room.max_journal,
+    )
+
+
+def accept_rows(
+    step: TreeLayout,
+    nodes: Tensor,
+    count: Tensor,
+    paths: Paths,
+    room: Room,
+    feature: Tensor,
+    saved: Tensor,
+    features: Tensor,
+) -> None:
+    """As triton_rows.accept_rows, in torch; path entries past the accepted ones are
+    meaningless."""
+    assert step.fold is not None
+    h, slots, fold = room.history, step.slots, step.fold[:, None]
+    # the journal's last row; of an empty journal any row, whose feature is not used
+    last = step.journal.gather(1, (step.journal_len - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+    moved = fold & (step.journal_len > 0)[:, None]
+    made, before = feature[slots, last], saved[step.state_slots]
+    saved[step.state_slots] = torch.where(moved, made, before)
+    feature[slots[:, None], step.rows] = features.to(feature.dtype)
+
+    offsets = torch.arange(h, device=slots.device)
+    history = paths.path[slots[:, None], offsets]
+    paths.path[slots[:, None], offsets] = torch.where(fold, step.tail, history)
+    ends = torch.where(step.fold, 0, step.journal_len)
+    columns = h + ends[:, None] + torch.arange(nodes.shape[1], device=slots.device)
+    paths.path[slots[:, None], columns] = step.rows.gather(1, nodes) + h
+    paths.journal_len[slots] = ends + count
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import torch
 from benchmark.lib.launches import Report, compile_all, graph_us
 from benchmark.lib.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
 from mamba_eagle.bench import results
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers
+from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers
 from mamba_eagle.kernels.tree_verify.triton import Config
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
@@ -85,7 +85,8 @@ def measure_fold(found: Report, batch: int) -> None:
     slots = torch.arange(batch, device="cuda")
     journal = torch.arange(JOURNAL, device="cuda").repeat(batch, 1)
     length = torch.full_like(slots, JOURNAL)
-    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, journal, length, NANO_9B)
+    folds = Folds(slots, slots, journal, length)
+    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, folds, NANO_9B)
     found.add(
         f"fold of {LAYERS} layers {batch}",
         "kernel_fold_us",

@@ -21,3 +21,10 @@ def launches_overlap(device: torch.device) -> bool:
     """Whether a kernel may be started before the previous one has ended, and wait on the device
     (programmatic dependent launch). Kernels call ``triton_math.previous_done`` before they read."""
     return capability(device) >= _DEPENDENT_LAUNCH
+
+
+@cache
+def overlapping(device: torch.device, early: bool = True) -> dict[str, bool]:
+    """The arguments by which a launch asks for that; early: whether it should."""
+    overlap = early and launches_overlap(device)
+    return {"OVERLAP": overlap, "launch_pdl": overlap}

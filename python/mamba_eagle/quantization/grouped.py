@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.matrix import Matrix
 
 GROUP = 32  # columns per scale, where this package rounds
@@ -154,8 +153,3 @@ def _in_float32(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for begin in range(0, len(rows), at_once):
         place = slice(begin, min(begin + at_once, len(rows)))
         yield place, buffer[: place.stop - begin].copy_(rows[place])
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """codes [..., out, in] of 0 to 15 -> [..., out, in / 2] uint8."""
-    return pack(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])

@@ -1,23 +1,26 @@
-"""Which rows a step's nodes take and which stay, by torch and by Triton, against naive_rows.py.
+"""Which rows a step's nodes take and which stay, by Triton, against
+naive/tree_verify_rows.py.
 
 A CPU's kernels are in test_tree_verify.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, TORCH, TRITON, device_of, in_the_interpreter
+from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
 from torch import Tensor
 from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.tree_verify import naive_rows, torch_rows, triton_rows
-from mamba_eagle.kernels.tree_verify.layout import Paths, Room
-from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
+from naive import tree_verify_rows as naive_rows
+from naive.tree_verify_rows import RowKeeper
+
+from mamba_eagle.kernels.tree_verify import triton_rows
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 from mamba_eagle.tree.tree import Tree
 
 REQUESTS, STATE_SLOTS = 6, 9
@@ -59,12 +62,12 @@ class Tables:
             for _ in range(REQUESTS)
         ]
 
-    def run(self, form: Any, step: Step) -> Any:
-        """begin_rows and accept_rows of the form; what the first returned."""
+    def run(self, step: Step) -> TreeLayout:
+        """begin_rows and accept_rows; what the first returned."""
         parents, ancestors = step.tree.parents, step.tree.ancestors
-        begun = form.begin_rows(step.slots, parents, ancestors, self.paths, self.room)
+        begun = triton_rows.begin_rows(step.slots, parents, ancestors, self.paths, self.room)
         tables = (self.paths, self.room, self.feature, self.saved)
-        form.accept_rows(begun, step.nodes, step.count, *tables, step.features)
+        triton_rows.accept_rows(begun, step.nodes, step.count, *tables, step.features)
         return begun
 
     def run_plain(self, step: Step) -> list[naive_rows.Begun]:
@@ -115,19 +118,16 @@ ROOMS = {
 }
 
 
-@pytest.mark.parametrize("form", [TORCH, TRITON])
+@runs_kernels
 @pytest.mark.parametrize("features", [0, 5, 1100], ids="features{}".format)
 @pytest.mark.parametrize("nodes, room", ROOMS.values(), ids=ROOMS)
-def test_nodes_take_free_rows_and_accepted_ones_stay(
-    form: str, nodes: int, room: Room, features: int
-) -> None:
+def test_nodes_take_free_rows_and_accepted_ones_stay(nodes: int, room: Room, features: int) -> None:
     """With ended requests, and others that pad the batch; journals fold and begin again."""
     generator = torch.Generator().manual_seed(nodes)
-    device, module = device_of(form), triton_rows if form == "triton" else torch_rows
-    tables, folds = Tables(room, features, device), 0
+    tables, folds = Tables(room, features, DEVICE), 0
     for _ in range(16):
         step = random_step(random_slots(generator), nodes, room, features, generator)
-        found, wanted = tables.run(module, step.to(device)), tables.run_plain(step)
+        found, wanted = tables.run(step.to(DEVICE)), tables.run_plain(step)
         assert torch.equal(found.slots.cpu(), step.slots)
         assert torch.equal(found.state_slots, tables.paths.state_slot[found.slots])
         assert torch.equal(found.parents.cpu(), step.tree.parents)
@@ -152,10 +152,10 @@ def test_a_graph_goes_on_from_what_it_left() -> None:
     step = random_step(random_slots(generator), nodes, room, features, generator)
     step.count.zero_()
     held = step.to(DEVICE)
-    tables.run(triton_rows, held)
+    tables.run(held)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tables.run(triton_rows, held)
+        tables.run(held)
     for _ in range(12):
         step = random_step(random_slots(generator), nodes, room, features, generator)
         for part, new in zip(

@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import DEVICE, in_the_interpreter, runs_kernels
+from naive import delta_rule as naive
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import BFLOAT16_ERROR, assert_mostly_equal, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
-from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
 from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
-from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
+from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout
 
 GARBAGE = 1e15  # in rows that must not be read
 EPS = 1e-6
@@ -202,7 +202,7 @@ def test_verified_paths_fold_to_the_recurrences_state(name: str) -> None:
     before = batch.state.clone()
     one_layer = DeltaRows(*(part[None] for part in batch.rows))
     at = (step.slots, step.state_slots, journal, torch.tensor(lengths, device=DEVICE))
-    fold_journals(one_layer, batch.state[None], *at, case.sizes, EPS, wanted=wanted)
+    fold_journals(one_layer, batch.state[None], Folds(*at, wanted=wanted), case.sizes, EPS)
     for i, nodes in enumerate(batch.outputs):
         found = batch.state[step.state_slots[i]].cpu()
         if i == 0:
@@ -226,7 +226,7 @@ def test_where_a_step_folds_the_journal_is_in_the_state() -> None:
     one_layer = DeltaRows(*(part[None] for part in batch.rows))
     at = (step.slots, step.state_slots, step.journal, step.journal_len)
     before = batch.verify()
-    fold_journals(one_layer, batch.state[None], *at, batch.case.sizes, EPS, wanted=fold)
+    fold_journals(one_layer, batch.state[None], Folds(*at, wanted=fold), batch.case.sizes, EPS)
     for i in (0, 1):
         assert relative_error(batch.state[step.state_slots[i]].cpu(), batch.folded[i]) < 3e-6
     batch.step = step._replace(fold=fold)
@@ -242,9 +242,10 @@ def test_a_folded_state_is_rounded_with_its_requests_noise(dtype: torch.dtype) -
     step, exact = batch.step, batch.state.float()
     keys = token_keys(torch.arange(2), torch.arange(2) + 70).to(DEVICE)
     one_layer = DeltaRows(*(part[None] for part in batch.rows))
-    at = (step.slots, step.state_slots, step.journal, step.journal_len, batch.case.sizes, EPS)
-    fold_journals(one_layer, batch.state[None], *at, round_keys=keys)
-    fold_journals(one_layer, exact[None], *at)
+    at = (step.slots, step.state_slots, step.journal, step.journal_len)
+    sizes, folds = batch.case.sizes, Folds(*at, round_keys=keys)
+    fold_journals(one_layer, batch.state[None], folds, sizes, EPS)
+    fold_journals(one_layer, exact[None], Folds(*at), sizes, EPS)
     slots = step.state_slots[:1]
     wanted = round_states(exact[slots], keys[:1], 0, dtype)
     assert_mostly_equal(batch.state[slots], wanted)

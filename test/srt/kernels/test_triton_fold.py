@@ -7,13 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
+from naive import tree_verify as naive
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import NANO, assert_mostly_equal, to_device
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
-from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 GARBAGE = 1e15  # in rows that must not be read
@@ -68,8 +68,9 @@ class Journals(NamedTuple):
     length: Tensor
 
     def fold(self, sizes: Sizes, round_keys: Tensor | None = None) -> None:
-        args = (self.slots, self.state_slots, self.journal, self.length)
-        fold_journals(self.buffers, self.state, *args, sizes, round_keys)
+        at = (self.slots, self.state_slots, self.journal, self.length)
+        folds = Folds(*at, round_keys=round_keys)
+        fold_journals(self.buffers, self.state, folds, sizes)
 
 
 def make_journals(case: Case) -> Journals:

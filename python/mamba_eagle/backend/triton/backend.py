@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import (
-    BlockRowAttention,
-    BlockRows,
     LaneAttention,
     NewTokenAttention,
     TreeNodes,
 )
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
@@ -39,9 +36,7 @@ from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.best_token import triton as best_token
-from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.gpu import capability
-from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
@@ -105,9 +100,6 @@ class TritonBackend(Backend):
         if not pool.num_layers:
             return None
         return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
-
-    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
-        return TritonBlocks(pool, rows)
 
     def state_scheme(
         self,
@@ -208,30 +200,17 @@ class TritonBackend(Backend):
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(slots, kv_slots, *accepted, *changed)
 
-    def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
-        return TritonPendingEntries(table, size)
-
-    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-        return mask_logits(logits, rows, masks)
-
-    def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-        return gumbel(seed, position, vocab_size)
-
-    def best_of(self, scores: Tensor) -> Tensor:
-        return best_token.best_of(scores)
-
-    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
-        return best_token.best_keys(scores, first, width, noise)
-
-    def best_tokens(self, keys: Tensor) -> Tensor:
-        return best_token.best_tokens(keys)
-
-    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
-        count_tokens(counts, slots, tokens, number)
-
     @property
     def samples_in_kernels(self) -> bool:
         return True
 
-    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
-        return sample_nodes(logits, nodes, tables)
+    # kernels that are the method
+    block_attention = staticmethod(TritonBlocks)
+    pending_entries = staticmethod(TritonPendingEntries)
+    mask_logits = staticmethod(mask_logits)
+    gumbel = staticmethod(gumbel)
+    best_of = staticmethod(best_token.best_of)
+    best_keys = staticmethod(best_token.best_keys)
+    best_tokens = staticmethod(best_token.best_tokens)
+    count_tokens = staticmethod(count_tokens)
+    sample_nodes = staticmethod(sample_nodes)

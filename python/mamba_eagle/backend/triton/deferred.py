@@ -18,7 +18,7 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_verify.gluon import tree_verify
-from mamba_eagle.kernels.tree_verify.layout import Paths, Room, RowBuffers, TreeLayout
+from mamba_eagle.kernels.tree_verify.layout import Folds, Paths, Room, RowBuffers, TreeLayout
 from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import accept_rows, begin_rows
@@ -68,7 +68,7 @@ class TritonRows(StateScheme):
         h, path, pool = self.rows.history, self.rows.path[slots], self.pool
         journal = (path[:, h : h + self.max_journal] - h).contiguous()
         keys = pool.rounding.keys(slots, self.rows.folded(slots) + keep)
-        self._fold(slots, state_slots, journal, keep, keys)
+        self._fold(Folds(slots, state_slots, journal, keep, round_keys=keys))
         last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
         old, new = pool.feature[state_slots], self.rows.feature[slots, last]
         pool.feature[state_slots] = torch.where((keep > 0)[:, None], new, old)
@@ -83,15 +83,8 @@ class TritonRows(StateScheme):
         return layout._replace(round_keys=self.pool.rounding.keys(slots, ends))
 
     @abstractmethod
-    def _fold(
-        self,
-        slots: Tensor,
-        state_slots: Tensor,
-        journal: Tensor,
-        length: Tensor,
-        keys: Tensor | None,
-    ) -> None:
-        """The states after the first ``length`` [b] rows of ``journal`` [b, M], in all layers."""
+    def _fold(self, folds: Folds) -> None:
+        """In all layers."""
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         """Updates indices and features; folded states have already been written."""
@@ -155,13 +148,5 @@ class TritonDeferred(TritonRows):
         C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)
         return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes, layer=i)
 
-    def _fold(
-        self,
-        slots: Tensor,
-        state_slots: Tensor,
-        journal: Tensor,
-        length: Tensor,
-        keys: Tensor | None,
-    ) -> None:
-        at = (slots, state_slots, journal, length)
-        fold_journals(self.recurrence, self.pool.ssm, *at, self.sizes, keys)
+    def _fold(self, folds: Folds) -> None:
+        fold_journals(self.recurrence, self.pool.ssm, folds, self.sizes)

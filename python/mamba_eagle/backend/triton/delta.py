@@ -15,7 +15,7 @@ from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
 from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
-from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.kernels.tree_verify.layout import Folds, TreeLayout
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule, GatedDeltaNet
 from mamba_eagle.model_config import DeltaConfig
 from mamba_eagle.tree.tree import Tree
@@ -45,8 +45,7 @@ class TritonDelta(TritonRows):
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
         step = super().begin(slots, tree)
-        at = (step.slots, step.state_slots, step.journal, step.journal_len)
-        self._fold(*at, step.round_keys, step.fold)
+        self._fold(Folds(*step[:4], step.fold, step.round_keys))
         return step
 
     def verify(self, layer: DeltaRule, layout: TreeLayout, channels: Tensor, raw: Tensor) -> Tensor:
@@ -57,14 +56,5 @@ class TritonDelta(TritonRows):
         state = self.pool.ssm[i]
         return tree_verify(rows, gates, convolved, state, layout, self.sizes, L2_EPS)
 
-    def _fold(
-        self,
-        slots: Tensor,
-        state_slots: Tensor,
-        journal: Tensor,
-        length: Tensor,
-        keys: Tensor | None,
-        wanted: Tensor | None = None,
-    ) -> None:
-        at = (slots, state_slots, journal, length, self.sizes, L2_EPS, wanted, keys)
-        fold_journals(self.recurrence, self.pool.ssm, *at)
+    def _fold(self, folds: Folds) -> None:
+        fold_journals(self.recurrence, self.pool.ssm, folds, self.sizes, L2_EPS)

@@ -12,7 +12,6 @@ from mamba_eagle.backend.triton.products import (
     FourBitProduct,
     multiplies,
 )
-from mamba_eagle.kernels.experts.torch import Choice
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
@@ -21,7 +20,7 @@ from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
-from mamba_eagle.layers.ops import FusedRouter, HeadNorms, Normed
+from mamba_eagle.layers.ops import HeadNorms, Normed
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
 from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.four_bit import FourBitMatrix
@@ -31,15 +30,17 @@ from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 class TritonOps(CudaOps):
     name = "triton"
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+    # kernels that are the method
+    rms_norm = staticmethod(rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+    gate_by_sigmoid = staticmethod(gate_by_sigmoid)
+    rotate = staticmethod(rotate_)
+    round = staticmethod(rounded)
+    pack_router = staticmethod(pack_router)
 
     def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         add_rms_norm_(stream, added, weight, eps)
         return Normed(added, stream)
-
-    def silu_and_mul(self, both: Tensor) -> Tensor:
-        return silu_and_mul(both)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return relu_squared_(x.contiguous())
@@ -52,12 +53,6 @@ class TritonOps(CudaOps):
     def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_norm(y, gate, weight, y.shape[1] // len(weight), eps, norm_first=True)
 
-    def gate_by_sigmoid(self, y: Tensor, gate: Tensor) -> Tensor:
-        return gate_by_sigmoid(y, gate)
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate_(x, cos, sin)
-
     def place_heads(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None
     ) -> tuple[Tensor, Tensor]:
@@ -65,9 +60,6 @@ class TritonOps(CudaOps):
         return q, k
 
     # ── float8; scales of groups of channels are not fused ──
-
-    def round(self, x: Tensor, rounding: Rounding) -> Rounded:
-        return rounded(x, rounding)
 
     def rounded_rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
@@ -134,9 +126,6 @@ class TritonOps(CudaOps):
         dtype: torch.dtype,
     ) -> ExpertLayer | None:
         return fuse_experts(up, down, act, held, dtype, self.grouped_linear)
-
-    def pack_router(self, weight: Tensor, choice: Choice) -> FusedRouter | None:
-        return pack_router(weight, choice)
 
 
 class FlashInferOps(TritonOps):

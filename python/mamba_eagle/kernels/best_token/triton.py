@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.best_token import torch as definition
 from mamba_eagle.kernels.best_token.torch import RowNoise
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
 from mamba_eagle.kernels.top_log_probs.triton import (
     NO_KEY,
@@ -134,7 +134,7 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
     """The best token where all scores are on one rank: [..., V] -> [...] int64, as torch.py's."""
     flat = scores.flatten(0, -2)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    (n, V), device, overlap = flat.shape, flat.device, launches_overlap(flat.device)
+    (n, V), device = flat.shape, flat.device
     parts = triton.cdiv(V, part)
     maxima = maxima_of(flat, part, read, warps, True)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
@@ -147,8 +147,7 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
         parts,
         PART=part,
         PARTS=triton.next_power_of_2(parts),
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(flat.device),
     )
     return tokens.view(scores.shape[:-1])

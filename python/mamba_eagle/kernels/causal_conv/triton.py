@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
 
@@ -35,19 +35,7 @@ def _convolve(
     block,
     part,
     request,
-    xbc,
-    conv_weight,
-    conv_bias,
-    conv_in,
-    xB,
-    C,
-    slots,
-    rows,
-    parents,
-    tail,
-    T,
-    W,
-    xbc_stride,
+    given,
     ROW: tl.constexpr,
     CONV_DIM: tl.constexpr,
     K: tl.constexpr,
@@ -61,6 +49,8 @@ def _convolve(
     None of them is used before the nodes' own inputs have been asked for as well: a program waits
     for memory twice, not for one index after the other.
     """
+    xbc, conv_weight, conv_bias, conv_in, xB, C, slots, rows, parents, tail = given[:10]
+    T, W, xbc_stride = given[10:]
     # nodes beyond the last one repeat it
     node = tl.minimum(part * NODES + tl.arange(0, NODES), T - 1)
     channel = block * BLOCK + tl.arange(0, BLOCK)
@@ -115,23 +105,7 @@ def _convolve(
 def _step_sizes(
     block,
     request,
-    dt_raw,
-    dt_bias,
-    A,
-    dt,
-    log_decay,
-    slots,
-    journal,
-    journal_len,
-    rows,
-    ancestors,
-    fold,
-    T,
-    W,
-    M,
-    dt_stride,
-    lowest,
-    highest,
+    given,
     H: tl.constexpr,
     TP: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
@@ -139,6 +113,8 @@ def _step_sizes(
     OVERLAP: tl.constexpr,
 ):
     """dt and L of HEAD_BLOCK heads of all nodes of a request."""
+    dt_raw, dt_bias, A, dt, log_decay, slots, journal, journal_len, rows, ancestors = given[:10]
+    fold, T, W, M, dt_stride, lowest, highest = given[10:]
     PADDED: tl.constexpr = TP if TP == 1 or TP > 16 else 16  # tl.dot needs 16
     node = tl.arange(0, PADDED)
     valid = node < T
@@ -221,17 +197,19 @@ def _tree_conv_kernel(
     program = tl.program_id(0)
     request = tl.program_id(1)
     if program < HEAD_BLOCKS:
-        _step_sizes(
-            program, request, dt_raw, dt_bias, A, dt, log_decay, slots, journal, journal_len, rows,
-            ancestors, fold, T, W, M, dt_stride, lowest, highest, H, TP, HEAD_BLOCK, FOLD, OVERLAP,
+        of_heads = (
+            dt_raw, dt_bias, A, dt, log_decay, slots, journal, journal_len, rows, ancestors,
+            fold, T, W, M, dt_stride, lowest, highest,
         )  # fmt: skip
+        _step_sizes(program, request, of_heads, H, TP, HEAD_BLOCK, FOLD, OVERLAP)
     else:
         program -= HEAD_BLOCKS
-        _convolve(
-            program % CHANNEL_BLOCKS, program // CHANNEL_BLOCKS, request, xbc, conv_weight,
-            conv_bias, conv_in, xB, C, slots, rows, parents, tail, T, W, xbc_stride,
-            ROW, CONV_DIM, K, NODES, BLOCK, OVERLAP,
+        block, part = program % CHANNEL_BLOCKS, program // CHANNEL_BLOCKS
+        of_nodes = (
+            xbc, conv_weight, conv_bias, conv_in, xB, C, slots, rows, parents, tail,
+            T, W, xbc_stride,
         )  # fmt: skip
+        _convolve(block, part, request, of_nodes, ROW, CONV_DIM, K, NODES, BLOCK, OVERLAP)
 
 
 class Config(NamedTuple):
@@ -275,7 +253,6 @@ def tree_conv(
     config = config or choose_config(T)
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
-    overlap = launches_overlap(xbc.device)
     tensors = (xbc, dt_raw, *weights[:4], conv_in, *buffers, C)
     journal = (step.slots, step.journal, step.journal_len)
     nodes = (step.rows, step.parents, step.ancestors, step.tail, step.fold)
@@ -297,9 +274,8 @@ def tree_conv(
         BLOCK=config.block,
         HEAD_BLOCK=head_block,
         FOLD=step.fold is not None,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(xbc.device),
     )
     return C
 
@@ -324,11 +300,12 @@ def _conv_nodes_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    _convolve(
-        tl.program_id(0), tl.program_id(2), tl.program_id(1), channels, conv_weight, conv_bias,
-        conv_in, out, out, slots, rows, parents, tail, T, W, stride, 0, CONV_DIM, K, NODES, BLOCK,
-        OVERLAP,
+    block, part, request = tl.program_id(0), tl.program_id(2), tl.program_id(1)
+    given = (
+        channels, conv_weight, conv_bias, conv_in, out, out, slots, rows, parents, tail,
+        T, W, stride,
     )  # fmt: skip
+    _convolve(block, part, request, given, 0, CONV_DIM, K, NODES, BLOCK, OVERLAP)
 
 
 def conv_nodes(
@@ -343,7 +320,7 @@ def conv_nodes(
     """
     (b, T), (K, conv_dim) = step.rows.shape, weight.shape
     out = torch.empty(b, T, conv_dim, dtype=channels.dtype, device=channels.device)
-    config, overlap = choose_config(T), launches_overlap(channels.device)
+    config = choose_config(T)
     grid = (triton.cdiv(conv_dim, config.block), b, triton.cdiv(T, config.nodes))
     _conv_nodes_kernel[grid](
         channels,
@@ -362,9 +339,8 @@ def conv_nodes(
         K=K,
         NODES=config.nodes,
         BLOCK=config.block,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(channels.device),
     )
     return out
 

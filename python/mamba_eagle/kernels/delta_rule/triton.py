@@ -31,7 +31,7 @@ from mamba_eagle.kernels.delta_rule.rows import (
     float32_dot,
     has_channel_decay,
 )
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, split_dot
 
@@ -357,10 +357,10 @@ def tree_verify(
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     if T > MAX_NODES:
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
-    M, overlap = step.journal.shape[1], launches_overlap(state.device)
+    M = step.journal.shape[1]
     padded, journal = max(16, triton.next_power_of_2(T)), max(16, triton.next_power_of_2(M))
-    form = {"H": H, "P": P, "G": G, "N": N, "JP": journal, "OVERLAP": overlap}
-    form |= {"CHANNELS": has_channel_decay(rows, sizes), "launch_pdl": overlap}
+    form = {"H": H, "P": P, "G": G, "N": N, "JP": journal}
+    form |= {"CHANNELS": has_channel_decay(rows, sizes), **overlapping(state.device)}
     made = _node_weights(rows, gates, convolved, step, {**form, "TP": padded, "EPS": eps})
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
     tile, warps = config or choose_config(P, T)
@@ -370,11 +370,7 @@ def tree_verify(
         rows.u,
         state,
         y,
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.fold,
         T,
         rows.u.shape[1],

@@ -14,7 +14,7 @@ from mamba_eagle.kernels.delta_rule.rows import (
     value_tile,
 )
 from mamba_eagle.kernels.state_rounding.triton import round_state
-from mamba_eagle.kernels.tree_verify.layout import Sizes
+from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes
 
 
 @triton.jit
@@ -87,19 +87,8 @@ def _fold_kernel(
             tl.store(states + in_state, folded)
 
 
-def fold_journals(
-    rows: DeltaRows,
-    state: Tensor,
-    slots: Tensor,
-    state_slots: Tensor,
-    journal: Tensor,
-    length: Tensor,
-    sizes: Sizes,
-    eps: float,
-    wanted: Tensor | None = None,
-    round_keys: Tensor | None = None,
-) -> None:
-    """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
+def fold_journals(rows: DeltaRows, state: Tensor, folds: Folds, sizes: Sizes, eps: float) -> None:
+    """tree_verify/triton_fold.py's, of delta rules.
 
     Few requests fold at a time, so a program goes through all of them: those that do not fold cost
     a look at a number.
@@ -107,24 +96,14 @@ def fold_journals(
     Args:
         rows: of all layers, contiguous.
         state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
-        slots, state_slots: [b] int64. No two requests have the same state slot unless one is not
-            folded.
-        journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
-        length: [b] int64, at most M; 0: the request's states are neither read nor changed.
-        wanted: [b] bool: which requests are folded; None: all.
-        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
+        eps: as in ``tree_verify``.
     """
-    (layers, R, W, _), (b, M), (H, P, G, N) = rows.u.shape, journal.shape, sizes
+    (layers, R, W, _), (b, M), (H, P, G, N) = rows.u.shape, folds.journal.shape, sizes
     tile, part = value_tile(P), min(64, N)
     _fold_kernel[(H * P // tile, N // part, layers)](
         *rows,
         state,
-        slots,
-        state_slots,
-        journal,
-        length,
-        wanted,
-        round_keys,
+        *folds,
         b,
         R,
         W,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import previous_done, softplus
 
 
@@ -46,7 +46,6 @@ def delta_gates(raw: Tensor, rate: Tensor, bias: Tensor, max_beta: float) -> Ten
     """
     n, heads = len(raw), len(rate)
     gates = torch.empty(n, 2 * heads, dtype=torch.float32, device=raw.device)
-    overlap = launches_overlap(raw.device)
     _gates_kernel[(n,)](
         raw,
         rate,
@@ -56,8 +55,7 @@ def delta_gates(raw: Tensor, rate: Tensor, bias: Tensor, max_beta: float) -> Ten
         max_beta,
         H=heads,
         HP=triton.next_power_of_2(heads),
-        OVERLAP=overlap,
         num_warps=1,
-        launch_pdl=overlap,
+        **overlapping(raw.device),
     )
     return gates

@@ -22,7 +22,7 @@ from mamba_eagle.kernels.experts.torch import Routes
 from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done, silu
 
 RELU_SQUARED, SILU_GATE = "relu_squared", "silu_gate"
@@ -456,7 +456,7 @@ def weighted_sum(
     routes, shared = pairs.routes, 0 if by_expert else pairs.shared
     (n, top_k), size, device = routes.weights.shape, each.shape[1], each.device
     y = torch.empty(n, size, dtype=each.dtype, device=device)
-    overlap, block = launches_overlap(device), 512
+    block = 512
     _sum_kernel[(n, triton.cdiv(size, block))](
         each,
         pairs.place.back if by_expert and pairs.place is not None else routes.experts,
@@ -476,9 +476,8 @@ def weighted_sum(
         ADDS=added is not None,
         SHARES=share is not None,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=2,
-        launch_pdl=overlap,
+        **overlapping(device),
     )
     return y
 
@@ -518,7 +517,7 @@ def product(
     marks = following is not None and static_out is None and not following.group
     y = torch.empty(total, out, dtype=dtype if static_out is None else E4M3, device=device)
     largest = torch.empty(total if marks else 0, tiles, dtype=torch.float32, device=device)
-    overlap, parts = launches_overlap(device), x.largest.shape[-1] if x.largest.ndim > 1 else 1
+    parts = x.largest.shape[-1] if x.largest.ndim > 1 else 1
     given, strides = _factors(x, stack, pairs)
     given += (y, largest, largest if static_out is None else static_out)
     common = {
@@ -539,9 +538,8 @@ def product(
         "ROWS": config.rows,
         "COLUMNS": BLOCK if stack.block else config.columns,
         "STAGES": config.stages,
-        "OVERLAP": overlap,
         "num_warps": config.warps,
-        "launch_pdl": overlap,
+        **overlapping(device),
     }
     if place is None:
         given += (pairs.first, *strides)

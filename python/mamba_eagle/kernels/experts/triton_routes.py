@@ -16,7 +16,7 @@ from torch import Tensor
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
 SHARE = 256  # columns of the router's weight per program
@@ -126,7 +126,7 @@ def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = N
     """``torch.choose`` of the logits. hidden [n, size] and weight [E, size] of 16 bits. ids: [n, k]
     int32, where the experts are written."""
     (n, size), experts = hidden.shape, len(weight)
-    device, overlap = hidden.device, launches_overlap(hidden.device)
+    device = hidden.device
     shares = triton.cdiv(size, SHARE)
     parts = torch.empty(shares, n, experts, dtype=torch.float32, device=device)
     tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(n)))
@@ -142,9 +142,8 @@ def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = N
         EXPERTS=EXPERTS,
         TOKENS=tokens,
         COLUMNS=COLUMNS,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(hidden.device),
     )
     if ids is None:
         ids = torch.empty(n, choice.top_k, dtype=torch.int32, device=device)
@@ -164,9 +163,8 @@ def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = N
         SHARES=shares,
         BLOCK=block,
         SLOTS=triton.next_power_of_2(choice.top_k),
-        OVERLAP=overlap,
         num_warps=max(1, block // 128),
-        launch_pdl=overlap,
+        **overlapping(hidden.device),
     )
     return Routes(ids, weights)
 
@@ -273,7 +271,7 @@ def sort_pairs(
     """ids [n, k] int32; the experts [first, first + count) of this rank; x [n, size], which is to
     be rounded, without groups."""
     device, pairs, n = ids.device, ids.numel(), len(ids)
-    overlap, size = launches_overlap(device), 1 if x is None else x.shape[1]
+    size = 1 if x is None else x.shape[1]
     made = Sorted(
         torch.empty(pairs, dtype=torch.int32, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
@@ -299,8 +297,7 @@ def sort_pairs(
         SIZE=size,
         PADDED=triton.next_power_of_2(size),
         STATIC=static is not None,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(device),
     )
     return made

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -98,7 +98,6 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     out = empty_rounded(n, size, rounding, x.device)
     groups = triton.cdiv(size, rounding.group) if rounding.group else 1
     block = triton.next_power_of_2(rounding.group or size)
-    overlap = launches_overlap(x.device)
     _round_kernel[(n, groups)](
         x,
         out.scale,
@@ -110,9 +109,8 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
         DYNAMIC=rounding.scale is None,
         BLOCK=block,
         WIDTH=rounding.group,
-        OVERLAP=overlap,
         num_warps=warps_of_row(block),
-        launch_pdl=overlap,
+        **overlapping(x.device),
     )
     return out
 
@@ -284,7 +282,6 @@ def product(
     y = torch.empty(n, out, dtype=dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
     strides = (int(x.scale.shape[0] > 1), int(scale.shape[0] > 1))
-    overlap = launches_overlap(device)
     grid = (triton.cdiv(out, config.rows), triton.cdiv(n, config.tokens), splits)
     _product_kernel[grid](
         x.values,
@@ -307,9 +304,8 @@ def product(
         COLUMNS=config.columns,
         SPLIT=splits > 1,
         STAGES=config.stages,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(device),
     )
     if splits > 1:
         join(parts, x.scale, scale, bias, y)
@@ -320,7 +316,7 @@ def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: 
     """y [n, out] = the sum of ``parts`` [splits, n, out] float32, times the scales of tokens
     ([n, 1] or [1, 1]) and rows ([out, 1] or [1, 1]), plus the bias [out]."""
     splits, n, out = parts.shape
-    overlap, block = launches_overlap(y.device), min(1024, triton.next_power_of_2(out))
+    block = min(1024, triton.next_power_of_2(out))
     _join_kernel[(n, triton.cdiv(out, block))](
         parts,
         x_scale,
@@ -334,7 +330,6 @@ def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: 
         HAS_BIAS=bias is not None,
         SPLITS=splits,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(y.device),
     )

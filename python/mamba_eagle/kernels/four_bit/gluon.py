@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mamba_eagle.kernels.four_bit import triton as by_compiler
 from mamba_eagle.kernels.four_bit.triton import PROCESSORS, Weight
-from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, launches_overlap
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 MAX_TOKENS = 16
@@ -236,7 +236,6 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         return by_compiler.product(x, weight, bias)
     n, (out, units) = x.shape[0], weight.units.shape
     tiles, warps, pairs = config or choose_config(n, out)
-    overlap = launches_overlap(x.device)
     groups = weight.scale.shape[1]
     align = math.gcd(groups, 4) if weight.floats else 1
     tokens = by_compiler.aligned(x).view(torch.int64)
@@ -262,8 +261,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         TOKENS=8 if n <= 8 else 16,
         WARPS=warps,
         PAIRS=pairs,
-        OVERLAP=overlap,
         num_warps=warps,
-        launch_pdl=overlap,
+        **overlapping(x.device),
     )
     return y

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import launches_overlap, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, previous_done
 
 UNIT = 4  # columns of a unit
@@ -505,16 +505,15 @@ def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Units [n, units] int64 -> their numbers 0 to 3 [4, n, units]."""
     n, units = tokens.shape
     parts = torch.empty(4, n, units, dtype=dtype, device=tokens.device)
-    overlap, block = launches_overlap(tokens.device), 1024
+    block = 1024
     _apart_kernel[(n, triton.cdiv(units, block))](
         tokens,
         parts,
         units,
         tokens.stride(0),
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(tokens.device),
     )
     return parts
 
@@ -528,7 +527,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     """
     n, (out, units), device = x.shape[0], weight.units.shape, x.device
     config = config or choose_config(n, out, UNIT * units)
-    splits, overlap = config.splits, launches_overlap(device)
+    splits = config.splits
     groups = weight.scale.shape[1]
     align = math.gcd(groups, 4) if weight.floats else 1  # the least that is copied has 4 bytes
     tokens = aligned(x).view(torch.int64)
@@ -563,12 +562,11 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         SLICES=config.slices,
         SPLIT=splits > 1,
         STAGES=config.stages,
-        AHEAD=config.ahead if overlap else 0,
+        AHEAD=config.ahead if launches_overlap(device) else 0,
         APART=config.apart,
-        OVERLAP=overlap,
         num_warps=config.warps,
         maxnreg=config.registers,
-        launch_pdl=overlap,
+        **overlapping(device),
     )
     if splits > 1:
         join(parts, weight.one, weight.factor, bias, y)
@@ -615,7 +613,7 @@ def dequantize(weight: Weight) -> Tensor:
     """As torch.py's, [out, in] of the inputs' dtype."""
     rows, units = weight.units.shape
     whole = torch.empty(rows, UNIT * units, dtype=weight.dtype, device=weight.units.device)
-    overlap, block = launches_overlap(whole.device), 512
+    block = 512
     _dequantize_kernel[(rows, triton.cdiv(units, block))](
         weight.units,
         weight.scale,
@@ -626,8 +624,7 @@ def dequantize(weight: Weight) -> Tensor:
         GROUP=weight.group,
         UNITS=units,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(whole.device),
     )
     return whole

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import (
     blocks_of,
     inverse_rms,
@@ -109,7 +109,6 @@ def gated_norm(
     group = size // num_groups
     block, blocks = blocks_of(group)
     rows, warps = config or choose_config(group)
-    overlap = launches_overlap(y.device)
     _gated_norm_kernel[(triton.cdiv(n, rows), num_groups)](
         y,
         gate,
@@ -125,9 +124,8 @@ def gated_norm(
         BLOCKS=blocks,
         ROWS=rows,
         NORM_FIRST=norm_first,
-        OVERLAP=overlap,
         num_warps=warps,
-        launch_pdl=overlap,
+        **overlapping(y.device),
     )
     return out
 
@@ -200,7 +198,6 @@ def rounded_gated_norm(
     dynamic, group = rounding.scale is None, size // num_groups
     groups = triton.next_power_of_2(num_groups) if dynamic else 1
     block, blocks = blocks_of(group)
-    overlap = launches_overlap(y.device)
     config = config or choose_rounded_config(groups * block * blocks)
     _rounded_gated_norm_kernel[(n, 1 if dynamic else num_groups)](
         y,
@@ -219,8 +216,7 @@ def rounded_gated_norm(
         BLOCKS=blocks,
         GROUPS=groups,
         NORM_FIRST=norm_first,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(y.device),
     )
     return out

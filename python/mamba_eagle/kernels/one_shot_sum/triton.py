@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import warps_of_row
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 
@@ -140,7 +140,7 @@ def _launch(
     own: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float, peers: Peers, norm: bool
 ) -> None:
     n, size = own.shape
-    block, overlap = triton.next_power_of_2(size), launches_overlap(own.device)
+    block = triton.next_power_of_2(size)
     _pushed_sum_kernel[(min(n, peers.programs),)](
         own,
         stream,
@@ -158,7 +158,6 @@ def _launch(
         NORM=norm,
         SIZE=size,
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=warps_of_row(block),
-        launch_pdl=overlap,
+        **overlapping(own.device),
     )

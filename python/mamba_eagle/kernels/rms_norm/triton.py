@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import (
     blocks_of,
     inside_row,
@@ -100,7 +100,6 @@ def _launch_norm(
 ) -> None:
     n, size = x.shape
     block, blocks = blocks_of(size)
-    overlap = launches_overlap(x.device)
     rows = max(1, ROW_NUMBERS // (block * blocks))
     _norm_kernel[(triton.cdiv(n, rows),)](
         x,
@@ -117,9 +116,8 @@ def _launch_norm(
         BLOCK=block,
         BLOCKS=blocks,
         ROWS=rows,
-        OVERLAP=overlap,
         num_warps=warps or choose_warps(rows * block * blocks),
-        launch_pdl=overlap,
+        **overlapping(x.device),
     )
 
 
@@ -192,7 +190,6 @@ def rounded_rms_norm(
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
     block, blocks = blocks_of(size)
-    overlap = launches_overlap(x.device)
     _rounded_norm_kernel[(n,)](
         x,
         x if added is None else added,
@@ -208,8 +205,7 @@ def rounded_rms_norm(
         SIZE=size,
         BLOCK=block,
         BLOCKS=blocks,
-        OVERLAP=overlap,
         num_warps=warps_of_row(block * blocks),
-        launch_pdl=overlap,
+        **overlapping(x.device),
     )
     return out

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 
@@ -110,7 +110,7 @@ def rotate_(
     """
     n, heads, size = x.shape
     half, others = cos.shape[-1], x if keys is None else keys
-    rest, overlap = size - 2 * half, launches_overlap(x.device)
+    rest = size - 2 * half
     _rotate_kernel[(n, 1 if keys is None else 2)](
         x,
         keys,
@@ -131,8 +131,7 @@ def rotate_(
         K_PADDED=triton.next_power_of_2(others.shape[1]),
         HALF_PADDED=triton.next_power_of_2(half),
         REST_PADDED=triton.next_power_of_2(max(rest, 1)),
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(x.device),
     )
     return x

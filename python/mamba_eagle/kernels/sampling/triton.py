@@ -29,10 +29,10 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     LOWEST,
     MOST,
     NO_TOKEN,
-    SEED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Reads,
     above_floor,
     adjusted,
     asks,
@@ -44,9 +44,11 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     lists,
     mass_limit,
     mass_of,
+    noise_key_of,
     noisy_key,
     number_of,
     rising_of,
+    row_of,
     threshold,
     token_of,
 )
@@ -55,7 +57,6 @@ from mamba_eagle.kernels.sampling.triton_search import (
     search_kernel,
     weigh_kernel,
 )
-from mamba_eagle.kernels.sampling_noise.triton import row_key
 
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept
@@ -92,18 +93,17 @@ def _maxima_kernel(
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
 ):
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = row // T
-    slot = tl.load(slots + request)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = adjusted(
-        token, logits, row_stride, row, request, slot, tl.load(flags + slot), positions,
-        tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts, bias, stops,
-        V, T,
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
     )  # fmt: skip
+    block, row = tl.program_id(0), row_of(tl.program_id(1).to(tl.int64), reads)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = adjusted(token, row, reads)
     rising = tl.where(token < V, rising_of(x), LOWEST)
     largest = tl.max(tl.reshape(rising, (BLOCK // SUB, SUB)), 1)
-    tl.store(maxima + row * SUBS + block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB), largest)
+    at = maxima + row.number * SUBS + block * (BLOCK // SUB)
+    tl.store(at + tl.arange(0, BLOCK // SUB), largest)
 
 
 @triton.jit
@@ -182,35 +182,32 @@ def _collect_kernel(
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = row // T
-    slot = tl.load(slots + request)
-    asked = tl.load(flags + slot)
-    if asks(asked, TEMPERATURE):
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
+    )  # fmt: skip
+    block, row = tl.program_id(0), row_of(tl.program_id(1).to(tl.int64), reads)
+    if asks(row.asked, TEMPERATURE):
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < V
-        x = adjusted(
-            token, logits, row_stride, row, request, slot, asked, positions,
-            tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts, bias,
-            stops, V, T,
-        )  # fmt: skip
-        best = float_of(tl.load(highest + row))
-        temperature = number_of(numbers, slot, TEMPERATURE)
-        at = row * tl.num_programs(0) + block
-        if not lists(asked):
-            noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
-            kept = valid & above_floor(x, best, slot, asked, numbers)
+        x = adjusted(token, row, reads)
+        best = float_of(tl.load(highest + row.number))
+        temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
+        at = row.number * tl.num_programs(0) + block
+        if not lists(row.asked):
+            noise_key = noise_key_of(row, reads)
+            kept = valid & above_floor(x, best, row, reads)
             key = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
             tl.store(winners + at, tl.max(key, 0))
         else:
             rising = rising_of(x)
-            chosen = valid & (rising >= tl.load(pivots + row))
+            chosen = valid & (rising >= tl.load(pivots + row.number))
             count = chosen.to(tl.int32)
-            first = tl.atomic_add(listed + row, tl.sum(count, 0))
+            first = tl.atomic_add(listed + row.number, tl.sum(count, 0))
             place = first + tl.cumsum(count, 0) - 1
             key = key_of(rising, token, ID_BITS)
-            tl.store(short + row * LIST + place, key, mask=chosen & (place < LIST))
-            if not asks(asked, TOP_K):
+            tl.store(short + row.number * LIST + place, key, mask=chosen & (place < LIST))
+            if not asks(row.asked, TOP_K):
                 mass = tl.where(valid, mass_of(x, best, temperature), 0)
                 tl.store(masses + at, tl.sum(mass, 0))
 
@@ -239,13 +236,9 @@ def _listed_token(
     count,
     top,
     row,
-    slot,
-    asked,
+    reads,
     blocks,
     masses,
-    positions,
-    numbers,
-    integers,
     ID_BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PLACES: tl.constexpr,
@@ -255,26 +248,26 @@ def _listed_token(
     BITS: tl.constexpr = 32 + ID_BITS
     place = tl.arange(0, PLACES)
     key = tl.load(own + place, mask=place < count, other=-1)
-    temperature, high = number_of(numbers, slot, TEMPERATURE), float_of(top)
+    temperature, high = number_of(reads.numbers, row.slot, TEMPERATURE), float_of(top)
     x = float_of(key_rising(key, ID_BITS))
     decides = count <= PLACES
     lowest = tl.zeros([], tl.int64)
-    if asks(asked, TOP_K):
-        top_k = integer_of(integers, slot, MOST)
+    if asks(row.asked, TOP_K):
+        top_k = integer_of(reads.integers, row.slot, MOST)
         decides = decides & (count >= top_k)
         if PAIRS:
             lowest = _least_of_few(key, own, shares, count, top_k, False)
         else:
             lowest = threshold(key, tl.full([PLACES], 1, tl.int64), top_k, BITS)
-    if asks(asked, TOP_P):
+    if asks(row.asked, TOP_P):
         mass = tl.where(key >= lowest, mass_of(x, high, temperature), 0)
         covered = tl.sum(mass, 0)
         total = covered
-        if not asks(asked, TOP_K):
+        if not asks(row.asked, TOP_K):
             block = tl.arange(0, BLOCKS)
-            parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
+            parts = tl.load(masses + row.number * blocks + block, mask=block < blocks, other=0)
             total = tl.sum(parts, 0)
-        limit = mass_limit(total, number_of(numbers, slot, TOP_P))
+        limit = mass_limit(total, number_of(reads.numbers, row.slot, TOP_P))
         decides = decides & (covered >= limit)
         if PAIRS:
             tl.store(shares + place, mass)
@@ -283,8 +276,8 @@ def _listed_token(
         else:
             least = threshold(key, mass, limit, BITS)
         lowest = tl.maximum(lowest, least)
-    kept = (key >= lowest) & above_floor(x, high, slot, asked, numbers)
-    noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
+    kept = (key >= lowest) & above_floor(x, high, row, reads)
+    noise_key = noise_key_of(row, reads)
     token = key_token(key, ID_BITS).to(tl.int32)
     scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
     return token_of(tl.max(scored, 0), ID_BITS), decides
@@ -325,46 +318,43 @@ def _choose_kernel(
     LIST: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    request = row // T
-    slot = tl.load(slots + request)
-    asked = tl.load(flags + slot)
-    top = tl.load(highest + row)
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
+    )  # fmt: skip
+    row = row_of(tl.program_id(0).to(tl.int64), reads)
+    top = tl.load(highest + row.number)
     token_found = tl.full([], NO_TOKEN, tl.int64)
     if (top < INFINITE) & (top > IMPOSSIBLE):
-        if not asks(asked, TEMPERATURE):
+        if not asks(row.asked, TEMPERATURE):
             place = tl.arange(0, SUBS)
             subs = (V + SUB - 1) // SUB
-            largest = tl.load(maxima + row * SUBS + place, mask=place < subs, other=LOWEST)
+            largest = tl.load(maxima + row.number * SUBS + place, mask=place < subs, other=LOWEST)
             first = tl.min(tl.where(largest == top, place, SUBS), 0)
             token = first * SUB + tl.arange(0, SUB)
-            x = adjusted(
-                token, logits, row_stride, row, request, slot, asked, positions,
-                tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts,
-                bias, stops, V, T,
-            )  # fmt: skip
+            x = adjusted(token, row, reads)
             is_best = (rising_of(x) == top) & (token < V)
             token_found = tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0).to(tl.int64)
-        elif not lists(asked):
+        elif not lists(row.asked):
             block = tl.arange(0, BLOCKS)
-            best = tl.load(winners + row * blocks + block, mask=block < blocks, other=-1)
+            best = tl.load(winners + row.number * blocks + block, mask=block < blocks, other=-1)
             token_found = token_of(tl.max(best, 0), ID_BITS)
         else:
-            count = tl.load(listed + row)
-            own = short + row * LIST
+            count = tl.load(listed + row.number)
+            own = short + row.number * LIST
             if count <= FEW:
                 token_found, decides = _listed_token(
-                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses,
-                    positions, numbers, integers, ID_BITS, BLOCKS, FEW, True,
+                    own, shares + row.number * FEW, count, top, row, reads, blocks, masses,
+                    ID_BITS, BLOCKS, FEW, True,
                 )  # fmt: skip
             else:
                 token_found, decides = _listed_token(
-                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses,
-                    positions, numbers, integers, ID_BITS, BLOCKS, LIST, False,
+                    own, shares + row.number * FEW, count, top, row, reads, blocks, masses,
+                    ID_BITS, BLOCKS, LIST, False,
                 )  # fmt: skip
             if not decides:
-                tl.store(queue + tl.atomic_add(queued, 1), row.to(tl.int32))
-    tl.store(sampled + row, token_found)
+                tl.store(queue + tl.atomic_add(queued, 1), row.number.to(tl.int32))
+    tl.store(sampled + row.number, token_found)
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +397,7 @@ def sample_nodes(
     sizes = sizes or Sizes()
     logits = logits.reshape(b * T, V)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    reads = (
+    reads = Reads(
         tables.flags,
         logits,
         logits.stride(0),
@@ -425,9 +415,9 @@ def sample_nodes(
         T,
     )
     rows = _empty_rows(b * T, V, sizes, logits.device)
-    _find_pivots(rows, reads, nodes, tables, sizes)
-    _choose_from_lists(rows, reads, tables, sizes)
-    _search(rows, reads, tables, sizes)
+    _find_pivots(rows, reads, sizes)
+    _choose_from_lists(rows, reads, sizes)
+    _search(rows, reads, sizes)
     return rows.sampled.view(b, T)
 
 
@@ -450,11 +440,8 @@ def _empty_rows(count: int, V: int, sizes: Sizes, device: torch.device) -> _Rows
     )
 
 
-def _find_pivots(
-    rows: _Rows, reads: tuple, nodes: SampledNodes, tables: SamplingTables, sizes: Sizes
-) -> None:
+def _find_pivots(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     count, blocks = rows.masses.shape
-    V, T = reads[-2:]
     subs = rows.maxima.shape[1]
     _maxima_kernel[(blocks, count)](
         rows.maxima,
@@ -470,17 +457,17 @@ def _find_pivots(
         rows.pivots,
         rows.listed,
         rows.queued,
-        tables.flags,
-        tables.integers,
-        nodes.slots,
-        triton.cdiv(V, sizes.sub),
-        T,
+        reads.flags,
+        reads.integers,
+        reads.slots,
+        triton.cdiv(reads.V, sizes.sub),
+        reads.T,
         SUBS=subs,
         num_warps=1,  # so that no sum leaves a warp
     )
 
 
-def _choose_from_lists(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> None:
+def _choose_from_lists(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     count, blocks = rows.masses.shape
     short = rows.sampled.new_empty(count, sizes.short_list)
     winners, few = torch.empty_like(rows.masses), rows.sampled.new_empty(count, sizes.few)
@@ -520,7 +507,7 @@ def _choose_from_lists(rows: _Rows, reads: tuple, tables: SamplingTables, sizes:
     )
 
 
-def _search(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> None:
+def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     """The rows in the queue."""
     count, blocks = rows.masses.shape
     found = rows.sampled.new_empty(count, blocks, sizes.each)
@@ -572,9 +559,9 @@ def _search(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> 
     )
 
 
-def _id_bits(reads: tuple) -> int:
+def _id_bits(reads: Reads) -> int:
     """Bits of a token id."""
-    return max((reads[-2] - 1).bit_length(), 1)
+    return max((reads.V - 1).bit_length(), 1)
 
 
 def _warps(elements: int) -> int:

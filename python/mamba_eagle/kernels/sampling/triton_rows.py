@@ -15,12 +15,14 @@ exponentials and noise are computed as there.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
 from mamba_eagle.kernels.sampling import tables
-from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, token_bits
+from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
 from mamba_eagle.kernels.triton_math import INTERPRETED, rounded_product
 
 # Parameters: the bits of flags, and where they are numbers their columns.
@@ -44,6 +46,40 @@ IMPOSSIBLE = tl.constexpr(-0x7F800001)  # of -infinity
 
 # views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
+
+
+class Reads(NamedTuple):
+    """What kernels read of their rows, in the order of their parameters."""
+
+    flags: Any
+    logits: Any  # [rows, V], rows row_stride apart
+    row_stride: Any
+    slots: Any
+    positions: Any
+    tree_tokens: Any
+    ancestors: Any
+    numbers: Any
+    integers: Any
+    prompt_seen: Any
+    output_counts: Any
+    bias: Any
+    stops: Any
+    V: Any
+    T: Any
+
+
+class Row(NamedTuple):
+    number: Any  # int64
+    request: Any
+    slot: Any
+    asked: Any  # the request's flags
+
+
+@triton.jit
+def row_of(number, reads):
+    request = number // reads.T
+    slot = tl.load(reads.slots + request)
+    return Row(number, request, slot, tl.load(reads.flags + slot))
 
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────
@@ -152,49 +188,40 @@ def mass_limit(total, top_p):
 
 
 @triton.jit
-def adjusted(
-    token,  # [n] int32
-    logits,
-    row_stride,
-    row,
-    request,
-    slot,
-    asked,  # flags
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
-):
-    """Logits of a row after penalties, bias and ban, float32; -inf beyond the vocabulary."""
-    valid = token < V
-    x = tl.load(logits + row * row_stride + token, mask=valid, other=float("-inf")).to(tl.float32)
-    cell = slot * V + token
-    if asks(asked, REPETITION) | asks(asked, FREQUENCY) | asks(asked, PRESENCE):
-        count = tl.load(output_counts + cell, mask=valid, other=0)
+def adjusted(token, row, reads):
+    """Logits of some tokens, [n] int32, after penalties, bias and ban, float32; -inf beyond the
+    vocabulary."""
+    valid, T = token < reads.V, reads.T
+    at = reads.logits + row.number * reads.row_stride + token
+    x = tl.load(at, mask=valid, other=float("-inf")).to(tl.float32)
+    cell = row.slot * reads.V + token
+    if asks(row.asked, REPETITION) | asks(row.asked, FREQUENCY) | asks(row.asked, PRESENCE):
+        count = tl.load(reads.output_counts + cell, mask=valid, other=0)
         for other in range(1, T):  # the root is counted already
-            on_path = tl.load(ancestors + row * T + other) != 0
-            drafted = tl.load(tree_tokens + request * T + other)
+            on_path = tl.load(reads.ancestors + row.number * T + other) != 0
+            drafted = tl.load(reads.tree_tokens + row.request * T + other)
             count += (on_path & (drafted == token)).to(tl.int32)
-        seen = tl.load(prompt_seen + cell, mask=valid, other=0) != 0
-        repetition = number_of(numbers, slot, REPETITION) + tl.zeros_like(x)
+        seen = tl.load(reads.prompt_seen + cell, mask=valid, other=0) != 0
+        repetition = number_of(reads.numbers, row.slot, REPETITION) + tl.zeros_like(x)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), rounded_product(x, repetition))
         x = tl.where(seen | (count > 0), repeated, x)
-        x = x - rounded_product(count.to(tl.float32), number_of(numbers, slot, FREQUENCY))
-        x = x - tl.where(count > 0, number_of(numbers, slot, PRESENCE), 0.0)
-    if asks(asked, BIAS):
-        x = x + tl.load(bias + cell, mask=valid, other=0.0)
-    if asks(asked, BAN):
-        early = tl.load(positions + row) < integer_of(integers, slot, BAN_UNTIL)
-        stop = tl.load(stops + cell, mask=valid, other=0) != 0
+        frequency = number_of(reads.numbers, row.slot, FREQUENCY)
+        x = x - rounded_product(count.to(tl.float32), frequency)
+        x = x - tl.where(count > 0, number_of(reads.numbers, row.slot, PRESENCE), 0.0)
+    if asks(row.asked, BIAS):
+        x = x + tl.load(reads.bias + cell, mask=valid, other=0.0)
+    if asks(row.asked, BAN):
+        ban_until = integer_of(reads.integers, row.slot, BAN_UNTIL)
+        early = tl.load(reads.positions + row.number) < ban_until
+        stop = tl.load(reads.stops + cell, mask=valid, other=0) != 0
         x = tl.where(early & stop, float("-inf"), x)
     return x
+
+
+@triton.jit
+def noise_key_of(row, reads):
+    seed = integer_of(reads.integers, row.slot, SEED)
+    return row_key(seed, tl.load(reads.positions + row.number))
 
 
 @triton.jit
@@ -206,6 +233,7 @@ def noisy_key(x, kept, token, noise_key, temperature, ID_BITS: tl.constexpr):
 
 
 @triton.jit
-def above_floor(x, highest, slot, asked, numbers):
+def above_floor(x, highest, row, reads):
     """Which tokens min-p keeps: its number is ``temperature * log(min_p)``."""
-    return (x >= highest + number_of(numbers, slot, MIN_P)) | (asks(asked, MIN_P) == 0)
+    floor = highest + number_of(reads.numbers, row.slot, MIN_P)
+    return (x >= floor) | (asks(row.asked, MIN_P) == 0)

@@ -23,10 +23,10 @@ import triton.language as tl
 from mamba_eagle.kernels.sampling.triton_rows import (
     ANY_PLACE,
     MOST,
-    SEED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Reads,
     above_floor,
     adjusted,
     asks,
@@ -36,12 +36,13 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     key_token,
     mass_limit,
     mass_of,
+    noise_key_of,
     noisy_key,
     number_of,
     rising_of,
+    row_of,
     token_of,
 )
-from mamba_eagle.kernels.sampling_noise.triton import row_key
 
 UNLIKELY = tl.constexpr(13.8)  # -log of the share of rows whose nominees are all filtered away
 
@@ -76,24 +77,22 @@ def nominate_kernel(
     BLOCK: tl.constexpr,
     EACH: tl.constexpr,
 ):
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
+    )  # fmt: skip
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
-        row = tl.load(queue + place).to(tl.int64)
-        request = row // T
-        slot = tl.load(slots + request)
-        asked = tl.load(flags + slot)
-        if _by_one_filter(asked):
-            x = adjusted(
-                token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-                ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
-            )  # fmt: skip
-            high = float_of(tl.load(highest + row))
-            kept = (token < V) & above_floor(x, high, slot, asked, numbers)
-            noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
-            temperature = number_of(numbers, slot, TEMPERATURE)
+        row = row_of(tl.load(queue + place).to(tl.int64), reads)
+        if _by_one_filter(row.asked):
+            x = adjusted(token, row, reads)
+            high = float_of(tl.load(highest + row.number))
+            kept = (token < V) & above_floor(x, high, row, reads)
+            noise_key = noise_key_of(row, reads)
+            temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
             scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
-            at = (row * tl.num_programs(0) + block) * EACH
+            at = (row.number * tl.num_programs(0) + block) * EACH
             for rank in tl.static_range(EACH):
                 best = tl.max(scored, 0)
                 tl.store(nominees + at + rank, best)
@@ -138,39 +137,34 @@ def weigh_kernel(
     EACH: tl.constexpr,
     NOMINEES: tl.constexpr,
 ):
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
+    )  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
-        row = tl.load(queue + place).to(tl.int64)
-        request = row // T
-        slot = tl.load(slots + request)
-        asked = tl.load(flags + slot)
-        if _by_one_filter(asked):
-            x = adjusted(
-                token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-                ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
-            )  # fmt: skip
+        row = row_of(tl.load(queue + place).to(tl.int64), reads)
+        if _by_one_filter(row.asked):
+            x = adjusted(token, row, reads)
             key = key_of(rising_of(x), token, ID_BITS)
             weight = (token < V).to(tl.int64)
-            if asks(asked, TOP_P):
-                high = float_of(tl.load(highest + row))
-                temperature = number_of(numbers, slot, TEMPERATURE)
+            if asks(row.asked, TOP_P):
+                high = float_of(tl.load(highest + row.number))
+                temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
                 weight = tl.where(token < V, mass_of(x, high, temperature), 0)
-            tries = _tries(number_of(numbers, slot, TOP_P), asked, NOMINEES)
-            at = weights + row * NOMINEES * blocks + block
+            tries = _tries(number_of(reads.numbers, row.slot, TOP_P), row.asked, NOMINEES)
+            at = weights + row.number * NOMINEES * blocks + block
             others = tl.arange(0, NOMINEES)
             tl.store(at + others * blocks, tl.full([NOMINEES], -1, tl.int64), mask=others >= tries)
             known = tl.arange(0, POOL)
-            own = nominees + row * blocks * EACH
+            own = nominees + row.number * blocks * EACH
             pool = tl.load(own + known, mask=known < blocks * EACH, other=-1)
             for rank in range(tries):
                 best = tl.max(pool, 0)
                 pool = tl.where(pool == best, -1, pool)
                 one = key_token(best, ID_BITS).to(tl.int32) + tl.arange(0, 1)
-                y = adjusted(
-                    one, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-                    ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
-                )  # fmt: skip
+                y = adjusted(one, row, reads)
                 its = tl.max(key_of(rising_of(y), one, ID_BITS), 0)
                 tl.store(at + rank * blocks, tl.sum(tl.where(key > its, weight, 0), 0))
 
@@ -180,37 +174,18 @@ def _row_weight(
     least,
     high,
     temperature,
-    logits,
-    row_stride,
     row,
-    request,
-    slot,
-    asked,
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
+    reads,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
     """How many tokens have keys >= ``least``, or their mass: over the whole row, int64."""
     reached = tl.zeros([], tl.int64)
-    for begin in range(0, V, BLOCK):
+    for begin in range(0, reads.V, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        x = adjusted(
-            token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-            ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
-
-        )  # fmt: skip
-        chosen = (token < V) & (key_of(rising_of(x), token, ID_BITS) >= least)
+        x = adjusted(token, row, reads)
+        chosen = (token < reads.V) & (key_of(rising_of(x), token, ID_BITS) >= least)
         if BY_MASS:
             reached += tl.sum(tl.where(chosen, mass_of(x, high, temperature), 0), 0)
         else:
@@ -221,13 +196,10 @@ def _row_weight(
 @triton.jit
 def _best_nominee(
     row,
-    slot,
-    asked,
+    reads,
     nominees,
     weights,
     masses,
-    numbers,
-    integers,
     blocks,
     POOL: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -236,11 +208,11 @@ def _best_nominee(
 ):
     """The key of the best score that is kept; -1 if no nominee is."""
     block = tl.arange(0, BLOCKS)
-    limit = integer_of(integers, slot, MOST)
-    if asks(asked, TOP_P):
-        parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
-        limit = mass_limit(tl.sum(parts, 0), number_of(numbers, slot, TOP_P))
-    own = nominees + row * blocks * EACH
+    limit = integer_of(reads.integers, row.slot, MOST)
+    if asks(row.asked, TOP_P):
+        parts = tl.load(masses + row.number * blocks + block, mask=block < blocks, other=0)
+        limit = mass_limit(tl.sum(parts, 0), number_of(reads.numbers, row.slot, TOP_P))
+    own = nominees + row.number * blocks * EACH
     last = tl.load(own + block * EACH + EACH - 1, mask=block < blocks, other=-1)
     complete = tl.max(last, 0)  # down to this score all are known
     known = tl.arange(0, POOL)
@@ -249,7 +221,7 @@ def _best_nominee(
     for rank in range(NOMINEES):
         best = tl.max(pool, 0)
         pool = tl.where(pool == best, -1, pool)
-        at = weights + (row * NOMINEES + rank) * blocks + block
+        at = weights + (row.number * NOMINEES + rank) * blocks + block
         before = tl.sum(tl.load(at, mask=block < blocks, other=0), 0)
         kept = (best >= complete) & (before >= 0) & (before < limit)
         found = tl.where((found < 0) & kept, best, found)
@@ -259,70 +231,44 @@ def _best_nominee(
 @triton.jit
 def _best_of_row(
     top,  # the largest logit's rising number
-    logits,
-    row_stride,
     row,
-    request,
-    slot,
-    asked,
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
+    reads,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The key of the best score that is kept: thresholds bit by bit, then noise."""
     BITS: tl.constexpr = 32 + ID_BITS
-    temperature, high = number_of(numbers, slot, TEMPERATURE), float_of(top)
+    temperature, high = number_of(reads.numbers, row.slot, TEMPERATURE), float_of(top)
     one = tl.full([], 1, tl.int64)
     kth = tl.zeros([], tl.int64)
-    if asks(asked, TOP_K):
-        limit = integer_of(integers, slot, MOST)
+    if asks(row.asked, TOP_K):
+        limit = integer_of(reads.integers, row.slot, MOST)
         for step in range(BITS):
             trial = kth | (one << (BITS - 1 - step))
-            reached = _row_weight(
-                trial, high, temperature, logits, row_stride, row, request, slot, asked,
-                positions, tree_tokens, ancestors, numbers, integers, prompt_seen,
-                output_counts, bias, stops, V, T, ID_BITS, BLOCK, False,
-            )  # fmt: skip
+            reached = _row_weight(trial, high, temperature, row, reads, ID_BITS, BLOCK, False)
             kth = tl.where(reached >= limit, trial, kth)
     lowest = kth
-    if asks(asked, TOP_P):
+    if asks(row.asked, TOP_P):
         limit = tl.zeros([], tl.int64)
         lowest = tl.zeros([], tl.int64)
         for step in range(BITS + 1):  # first the total
             bit = one << tl.minimum(BITS - step, BITS - 1)
             trial = tl.where(step == 0, kth, lowest | bit)
             reached = _row_weight(
-                tl.maximum(trial, kth), high, temperature, logits, row_stride, row, request,
-                slot, asked, positions, tree_tokens, ancestors, numbers, integers,
-                prompt_seen, output_counts, bias, stops, V, T, ID_BITS, BLOCK,
-                True,
-            )  # fmt: skip
+                tl.maximum(trial, kth), high, temperature, row, reads, ID_BITS, BLOCK, True
+            )
             if step == 0:
-                limit = mass_limit(reached, number_of(numbers, slot, TOP_P))
+                limit = mass_limit(reached, number_of(reads.numbers, row.slot, TOP_P))
             else:
                 lowest = tl.where(reached >= limit, trial, lowest)
         lowest = tl.maximum(lowest, kth)
-    noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
+    noise_key = noise_key_of(row, reads)
     best = tl.full([], -1, tl.int64)
-    for begin in range(0, V, BLOCK):
+    for begin in range(0, reads.V, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        x = adjusted(
-            token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-            ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V,
-            T,
-        )  # fmt: skip
-        kept = (token < V) & (key_of(rising_of(x), token, ID_BITS) >= lowest)
-        kept = kept & above_floor(x, high, slot, asked, numbers)
+        x = adjusted(token, row, reads)
+        kept = (token < reads.V) & (key_of(rising_of(x), token, ID_BITS) >= lowest)
+        kept = kept & above_floor(x, high, row, reads)
         scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
         best = tl.maximum(best, tl.max(scored, 0))
     return best
@@ -360,22 +306,18 @@ def search_kernel(
     EACH: tl.constexpr,
     NOMINEES: tl.constexpr,
 ):
+    reads = Reads(
+        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
+        prompt_seen, output_counts, bias, stops, V, T,
+    )  # fmt: skip
     place = tl.program_id(0)
     if place < tl.load(queued):
-        row = tl.load(queue + place).to(tl.int64)
-        request = row // T
-        slot = tl.load(slots + request)
-        asked = tl.load(flags + slot)
+        row = row_of(tl.load(queue + place).to(tl.int64), reads)
         best = tl.full([], -1, tl.int64)
-        if _by_one_filter(asked):
+        if _by_one_filter(row.asked):
             best = _best_nominee(
-                row, slot, asked, nominees, weights, masses, numbers, integers, blocks,
-                POOL, BLOCKS, EACH, NOMINEES,
-            )  # fmt: skip
+                row, reads, nominees, weights, masses, blocks, POOL, BLOCKS, EACH, NOMINEES
+            )
         if best < 0:
-            best = _best_of_row(
-                tl.load(highest + row), logits, row_stride, row, request, slot, asked,
-                positions, tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts,
-                bias, stops, V, T, ID_BITS, BLOCK,
-            )  # fmt: skip
-        tl.store(sampled + row, token_of(best, ID_BITS))
+            best = _best_of_row(tl.load(highest + row.number), row, reads, ID_BITS, BLOCK)
+        tl.store(sampled + row.number, token_of(best, ID_BITS))

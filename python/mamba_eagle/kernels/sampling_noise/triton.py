@@ -64,41 +64,21 @@ def gumbel_of(bits):
 def _gumbel_kernel(
     seed,  # [n] int64
     position,  # [n] int64
-    out,  # [n, V] float32; bits, int64, if ONLY_BITS
+    out,  # [n, V] float32
     V,
-    ONLY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     key = row_key(tl.load(seed + row), tl.load(position + row))
     bits = token_bits(key, column)
-    if ONLY_BITS:
-        tl.store(out + row * V + column, bits, mask=column < V)
-    else:
-        tl.store(out + row * V + column, gumbel_of(bits), mask=column < V)
-
-
-def _launch(seed: Tensor, position: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(len(seed), vocab_size, dtype=dtype, device=seed.device)
-    block = min(1024, triton.next_power_of_2(vocab_size))
-    grid = (len(seed), triton.cdiv(vocab_size, block))
-    _gumbel_kernel[grid](
-        seed.contiguous(),
-        position.contiguous(),
-        out,
-        vocab_size,
-        ONLY_BITS=dtype == torch.int64,
-        BLOCK=block,
-    )
-    return out
+    tl.store(out + row * V + column, gumbel_of(bits), mask=column < V)
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """As torch.py's gumbel: seed, position [n] int64 -> [n, V] float32."""
-    return _launch(seed, position, vocab_size, torch.float32)
-
-
-def hash_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """As torch.py's hash_bits, bit for bit: seed, position [n] int64 -> [n, V] int64."""
-    return _launch(seed, position, vocab_size, torch.int64)
+    out = torch.empty(len(seed), vocab_size, dtype=torch.float32, device=seed.device)
+    block = min(1024, triton.next_power_of_2(vocab_size))
+    grid = (len(seed), triton.cdiv(vocab_size, block))
+    _gumbel_kernel[grid](seed.contiguous(), position.contiguous(), out, vocab_size, BLOCK=block)
+    return out

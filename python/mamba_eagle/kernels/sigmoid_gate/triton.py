@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 BLOCK = 1024
@@ -44,7 +44,7 @@ def gate_by_sigmoid(y: Tensor, gate: Tensor) -> Tensor:
     y = y.contiguous()  # attention in torch leaves heads apart
     heads, size = (1 if y.dim() == 2 else y.shape[1]), y.shape[-1]
     block = min(BLOCK, triton.next_power_of_2(size))
-    out, overlap = torch.empty_like(y), launches_overlap(y.device)
+    out = torch.empty_like(y)
     _gate_kernel[(len(y), heads, triton.cdiv(size, block))](
         y,
         gate,
@@ -55,8 +55,7 @@ def gate_by_sigmoid(y: Tensor, gate: Tensor) -> Tensor:
         SIZE=size,
         BLOCK=block,
         EACH=gate.shape[-1] == size,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(y.device),
     )
     return out

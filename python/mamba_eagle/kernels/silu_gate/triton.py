@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
 BLOCK = 1024
@@ -35,15 +35,13 @@ def silu_and_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up``: both [n, 2 * size], last dimension contiguous -> [n, size]."""
     n, size = both.shape[0], both.shape[1] // 2
     out = torch.empty(n, size, dtype=both.dtype, device=both.device)
-    overlap = launches_overlap(both.device)
     _silu_and_mul_kernel[(n, triton.cdiv(size, BLOCK))](
         both,
         out,
         both.stride(0),
         SIZE=size,
         BLOCK=BLOCK,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(both.device),
     )
     return out

@@ -40,24 +40,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def _walk(
-    x,
-    B,
-    C,
-    dt,
-    A,
-    D,
-    state,
-    y,
-    requests,
-    segments,
-    round_keys,
-    layer,
-    x_stride,
-    B_stride,
-    C_stride,
-    dt_token,
-    dt_head,
-    state_stride,
+    reads,  # the parameters of ``_scan_kernel`` up to its sizes
     head,
     first,  # channel of the head
     H: tl.constexpr,
@@ -70,6 +53,8 @@ def _walk(
     STAGES: tl.constexpr,
 ):
     """Walk over the tokens of a request with TILE channels of one head."""
+    x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer = reads[:12]
+    x_stride, B_stride, C_stride, dt_token, dt_head, state_stride = reads[12:]
     request = tl.program_id(1)
     group = head // (H // G)
     channel = first + tl.arange(0, TILE)
@@ -173,21 +158,17 @@ def _scan_kernel(
     STAGES: tl.constexpr,
 ):
     TILES: tl.constexpr = P // TILE  # whole tiles per head
+    reads = (
+        x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer,
+        x_stride, B_stride, C_stride, dt_token, dt_head, state_stride,
+    )  # fmt: skip
     program = tl.program_id(0)
     if program < H * TILES:
-        _walk(
-            x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer,
-            x_stride, B_stride, C_stride, dt_token, dt_head, state_stride,
-            program // TILES, program % TILES * TILE,
-            H, P, G, N, TILE, CHUNK, PRECISION, STAGES,
-        )  # fmt: skip
+        head, first = program // TILES, program % TILES * TILE
+        _walk(reads, head, first, H, P, G, N, TILE, CHUNK, PRECISION, STAGES)
     elif REST:
-        _walk(
-            x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer,
-            x_stride, B_stride, C_stride, dt_token, dt_head, state_stride,
-            program - H * TILES, TILES * TILE,
-            H, P, G, N, REST, CHUNK, PRECISION, STAGES,
-        )  # fmt: skip
+        head, first = program - H * TILES, TILES * TILE
+        _walk(reads, head, first, H, P, G, N, REST, CHUNK, PRECISION, STAGES)
 
 
 def choose_config(head_dim: int, state_size: int, dtype: torch.dtype) -> Config:
@@ -213,7 +194,8 @@ def scan(
     round_keys: Tensor | None = None,
     layer: int = 0,
 ) -> Tensor:
-    """torch.py's scan_prompts. Nothing waits for the device.
+    """The scan over prompts that lie one after the other, from and to state slots. Nothing waits
+    for the device.
 
     Args:
         x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows are fine.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
@@ -224,7 +224,7 @@ def maxima_of(
         largest, total: [n, blocks of ``read``] float32, written if given: the largest logit of each
             block, and the sum of exp(logit - largest).
     """
-    (n, V), overlap = logits.shape, launches_overlap(logits.device)
+    (n, V) = logits.shape
     parts = triton.cdiv(V, part)
     maxima = torch.empty(n, parts, device=logits.device)
     _maxima_kernel[(triton.cdiv(V, read), n)](
@@ -238,9 +238,8 @@ def maxima_of(
         PART=part,
         PARTS=read // part,
         NAN=nan,
-        OVERLAP=overlap,
         num_warps=warps,
-        launch_pdl=overlap,
+        **overlapping(logits.device),
     )
     return maxima
 
@@ -259,7 +258,6 @@ def top_log_probs(
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts, blocks, device = triton.cdiv(V, part), triton.cdiv(V, read), logits.device
-    overlap = launches_overlap(device)
     largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
@@ -280,8 +278,7 @@ def top_log_probs(
         PART=part,
         PARTS=triton.next_power_of_2(parts),
         BLOCKS=triton.next_power_of_2(blocks),
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(device),
     )
     return found

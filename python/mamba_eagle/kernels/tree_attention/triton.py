@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
@@ -345,7 +345,6 @@ def paged_tree_attention(
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
     precise = q.dtype if pool_k.dtype == E4M3 else pool_k.dtype
     config = config or choose_config(b, T, heads, kv_heads, D, positions, precise.itemsize)
-    overlap = launches_overlap(q.device)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
@@ -361,11 +360,10 @@ def paged_tree_attention(
         KEYS=config.keys,
         PRECISION="tf32" if precise != torch.float32 else "tf32x3",
         STAGES=config.stages,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(q.device),
     )
-    return _join(shares, prefix, out, config, window, overlap)
+    return _join(shares, prefix, out, config, window)
 
 
 def _sizes(q: Tensor, k: Tensor, own: Tensor, masks: Tensor) -> dict[str, int]:
@@ -396,9 +394,7 @@ def _empty_shares(b: int, splits: int, n: int, D: int, device: torch.device) -> 
     return _Shares(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
-def _join(
-    shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: int, overlap: bool
-) -> Tensor:
+def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: int) -> Tensor:
     """``out`` [b*T, heads, D], joined from shares where prefixes have several."""
     b, splits, n, D = shares.outputs.shape
     if splits == 1:
@@ -419,8 +415,7 @@ def _join(
         KEYS=config.keys,
         CHUNK=min(JOINED_AT_ONCE, splits),
         HAS_WINDOW=window > 0,
-        OVERLAP=overlap,
         num_warps=4,
-        launch_pdl=overlap,
+        **overlapping(out.device),
     )
     return out

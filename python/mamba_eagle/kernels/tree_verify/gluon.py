@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, launches_overlap
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, overlapping
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify import triton as by_compiler
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
@@ -293,7 +293,6 @@ def tree_verify(
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     W, M = buffers.xB.shape[1], step.journal.shape[1]
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    overlap = launches_overlap(C.device)
     if tiles is None:
         small = SMALL_GRID_ONE_NODE if T == 1 else SMALL_GRID
         tiles = 1 if b * H * P // 16 <= small else P // 16
@@ -303,11 +302,7 @@ def tree_verify(
         D,
         state,
         y,
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.ancestors,
         step.fold,
         step.round_keys,
@@ -324,8 +319,7 @@ def tree_verify(
         J=max(16, triton.next_power_of_2(T + M)),
         TILES=tiles,
         SIZE=min(N, CHUNK),
-        OVERLAP=overlap,
         num_warps=1,
-        launch_pdl=overlap,
+        **overlapping(C.device),
     )
     return y

@@ -63,6 +63,18 @@ class TreeLayout(NamedTuple):
     # the nearest number
 
 
+class Folds(NamedTuple):
+    """Which journals become a part of which states. No two requests have the same state slot unless
+    one of them is not folded."""
+
+    slots: Tensor  # [b] int64: request slots, in the row buffers
+    state_slots: Tensor  # [b] int64
+    journal: Tensor  # [b, M] int64, contiguous: row ids, oldest first; not read past ``length``
+    length: Tensor  # [b] int64, at most M; 0: the request's states are neither read nor changed
+    wanted: Tensor | None = None  # [b] bool: which requests are folded; None: all. Delta rules only
+    round_keys: Tensor | None = None  # [b] int64, as in TreeLayout
+
+
 class Paths(NamedTuple):
     """Where each request slot stands; W rows per request, D the most tokens accepted per step."""
 

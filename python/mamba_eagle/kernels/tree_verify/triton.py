@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
@@ -405,18 +405,13 @@ def _launch_one_node(
 ) -> None:
     H, P, G, N = sizes
     W, (b, M) = buffers.xB.shape[1], step.journal.shape
-    overlap = config.early and launches_overlap(C.device)
     _one_node_kernel[(H * P // config.tile, b)](
         *buffers,
         C,
         D,
         state,
         y,
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.fold,
         W,
         M,
@@ -428,9 +423,8 @@ def _launch_one_node(
         J=triton.next_power_of_2(1 + M),
         TILE=config.tile,
         EARLY=config.early,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(C.device, config.early),
     )
 
 
@@ -448,7 +442,6 @@ def _launch(
 ) -> None:
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     W, M = buffers.xB.shape[1], step.journal.shape[1]
-    overlap = launches_overlap(C.device)
     state_rows = None
     if config.bulk:
         state_rows = TensorDescriptor.from_tensor(state.view(-1, N), [config.tile, N])
@@ -460,11 +453,7 @@ def _launch(
         state,
         state_rows,
         y,
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.ancestors,
         step.fold,
         step.round_keys if folding else None,
@@ -486,7 +475,6 @@ def _launch(
         EARLY=config.early,
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
-        OVERLAP=overlap,
         num_warps=config.warps,
-        launch_pdl=overlap,
+        **overlapping(C.device),
     )

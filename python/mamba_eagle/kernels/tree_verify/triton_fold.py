@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.state_rounding.triton import round_state
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton import channel_tiles
 from mamba_eagle.kernels.triton_math import end_shares, split_dot
 
@@ -91,16 +91,7 @@ def _fold_kernel(
     tl.store(state + in_state, after)
 
 
-def fold_journals(
-    buffers: RowBuffers,
-    state: Tensor,
-    slots: Tensor,
-    state_slots: Tensor,
-    journal: Tensor,
-    length: Tensor,
-    sizes: Sizes,
-    round_keys: Tensor | None = None,
-) -> None:
+def fold_journals(buffers: RowBuffers, state: Tensor, folds: Folds, sizes: Sizes) -> None:
     """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
 
     ``exp(L_end) S0 + Σ_j exp(L_end - L_j) dt_j x_j B_jᵀ``, with L counted from S0; L_end is that of
@@ -110,24 +101,16 @@ def fold_journals(
     Args:
         buffers: of all layers, each [layers, R, W, …], contiguous.
         state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
-        slots, state_slots: [b] int64, request slots in the row buffers and slots in ``state``. No
-            two requests have the same state slot unless their length is 0.
-        journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
-        length: [b] int64, at most M; 0: the request's states are neither read nor changed.
-        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
     Raises: ValueError when the channels of a group cannot be divided into tiles.
     """
     layers, R, W, _ = buffers.xB.shape
     H, P, G, N = sizes
-    (b, M), tile = journal.shape, min(32, channel_tiles(sizes)[-1])
+    (b, M), tile = folds.journal.shape, min(32, channel_tiles(sizes)[-1])
     _fold_kernel[(H * P // tile, layers, b)](
         *buffers,
         state,
-        slots,
-        state_slots,
-        journal,
-        length,
-        round_keys,
+        *folds[:4],
+        folds.round_keys,
         R,
         W,
         state.shape[1],

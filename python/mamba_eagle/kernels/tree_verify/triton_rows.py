@@ -1,7 +1,7 @@
 """Which rows the nodes of a step take, and which of them stay: the index work of rows and folds.
 
 Each request has one program; accepting has one more for each block of its features. layout.py says
-what ``path`` is, and naive_rows.py what is chosen.
+what ``path`` is.
 """
 
 from __future__ import annotations
@@ -220,11 +220,7 @@ def accept_rows(
     features = features if F == 0 or features.stride(2) == 1 else features.contiguous()
     block = min(1024, triton.next_power_of_2(max(F, 1)))
     _accept_kernel[(1 + triton.cdiv(F, block), b)](
-        step.slots,
-        step.state_slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
+        *step[:5],  # up to the rows
         step.tail,
         step.fold.view(torch.uint8),
         nodes,

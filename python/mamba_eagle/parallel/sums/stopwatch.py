@@ -1,9 +1,8 @@
-"""Repeating work and timing it, as a decode step does it: in a CUDA graph; or called, on a CPU."""
+"""Repeating work and timing it, as a decode step does it: in a CUDA graph."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -25,20 +24,6 @@ class Recorded(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Before the ranks leave each other: a communicator waits for graphs that use it."""
-
-
-class Called(Recorded):
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.repeat = work  # type: ignore[method-assign]
-
-    def repeat(self) -> None: ...
-
-    def seconds(self) -> float:
-        began = time.perf_counter()
-        self.repeat()
-        return time.perf_counter() - began
-
-    def forget(self) -> None: ...
 
 
 class Captured(Recorded):

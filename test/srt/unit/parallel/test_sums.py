@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
 from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.shared_memory import KnownGroups
 from mamba_eagle.parallel.sums.site import JoinedSum, Site
-from mamba_eagle.parallel.sums.stopwatch import Called
+from mamba_eagle.parallel.sums.stopwatch import Recorded
 from mamba_eagle.parallel.sums.trial import Bench
 from mamba_eagle.runner.sums import methods_of, sums_for
 
@@ -31,6 +32,22 @@ OPS = LayerOps()
 
 def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
     return NormedSum(*OPS.add_rms_norm(stream, added, weight, eps))
+
+
+class Called(Recorded):
+    """On a CPU: nothing is captured."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.repeat = work  # type: ignore[method-assign]
+
+    def repeat(self) -> None: ...
+
+    def seconds(self) -> float:
+        began = time.perf_counter()
+        self.repeat()
+        return time.perf_counter() - began
+
+    def forget(self) -> None: ...
 
 
 class Gathered(FusedSum, JoinedSum):

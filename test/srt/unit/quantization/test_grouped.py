@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.grouped import (
     GroupedMatrix,
     int4_groups,
     int8_groups,
-    pack_codes,
 )
 
 GROUP = 32
@@ -41,7 +41,7 @@ def by_number(matrix: GroupedMatrix) -> Tensor:
 def q4_0(out: int, columns: int) -> GroupedMatrix:
     codes = torch.randint(0, 16, (out, columns), generator=torch.Generator().manual_seed(5))
     scale = weight(out, columns // GROUP).half()
-    return GroupedMatrix(pack_codes(codes), scale)
+    return GroupedMatrix(pack(codes), scale)
 
 
 KINDS = {

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from naive import sampling_noise as naive
 from tensor_checks import host_backend, sample
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
-from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -129,7 +129,6 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
     on_gpu = seed.cuda(), position.cuda()
     bits = noise_torch.hash_bits(seed, position, vocab_size)
     assert torch.equal(noise_torch.hash_bits(*on_gpu, vocab_size).cpu(), bits)
-    assert torch.equal(triton.hash_bits(*on_gpu, vocab_size).cpu(), bits)
     noise = noise_torch.gumbel(seed, position, vocab_size)
     torch.testing.assert_close(
         triton.gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mamba_eagle.kernels.top_log_probs.naive import Top
+from naive.top_log_probs import Top
 
 
 class Part(NamedTuple):
