@@ -4,9 +4,11 @@
     server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
+    server    ── ExportPrefix, ImportPrefix ─────────────────────▶ scheduler
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
     server    ◀── ProfileReply, AdapterReply, Done, RankReply ──── scheduler
+    server    ◀── PrefixMoved ──────────────────────────────────── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ── ChangeModel ────────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
@@ -107,6 +109,22 @@ class Profile(Message):
     call_id: int
     path: str = ""
     steps: int = 0
+
+
+class ExportPrefix(Message):
+    """Write what the prefix cache has of a prompt to a new file; answered by a PrefixMoved."""
+
+    call_id: int
+    token_ids: list[int]
+    salt: str
+    path: str
+
+
+class ImportPrefix(Message):
+    """Take what another server has exported; answered by a PrefixMoved."""
+
+    call_id: int
+    path: str
 
 
 class LoadAdapter(Message):
@@ -369,6 +387,14 @@ class Done(Message):
     problem: str = ""  # why nothing has changed
 
 
+class PrefixMoved(Message):
+    """Answers an ExportPrefix or an ImportPrefix."""
+
+    call_id: int
+    tokens: int = 0  # of the prefix; a prompt that begins with them need not run them again
+    problem: str = ""  # why nothing has moved
+
+
 class RankReply(Message):
     """A rank's answer to an AskRanks."""
 
@@ -518,7 +544,7 @@ class Blocks(msgspec.Struct, array_like=True):
     and a journal take several.
     """
 
-    tier: int  # 0: the device, 1: host memory, 2: disk
+    tier: int  # 0: the device, 1: host memory, 2: disk, 3: a file for or from another server
     kv: Indices  # one per token; empty: no keys and values are copied
     state: Indices  # empty: no state
     journal: Indices  # empty: no rows
@@ -534,7 +560,8 @@ class TierCopy(msgspec.Struct, array_like=True):
     number: int
     source: Blocks
     target: Blocks
-    label: bytes = b""  # to disk: what the tier's log says of it
+    label: bytes = b""  # to disk or a file: what is said of it there
+    path: str = ""  # of the file
 
 
 class Release(msgspec.Struct, array_like=True):
@@ -684,6 +711,7 @@ class StepResult(Message):
     num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
     copied: list[int] = []  # copies that have ended since the last result
     lost: list[int] = []  # those that failed: their blocks are not in the target tier
+    problems: dict[int, str] = {}  # of those to and from files of other servers: why
 
 
 # ── scheduler and runner → watchdog of the server process ────────────────────────────────────
@@ -707,9 +735,11 @@ BEAT_SECONDS = 0.5
 
 Changes = LoadAdapter | UnloadAdapter
 Control = Pause | Continue | ChangeModel | AskRanks
-Question = FlushCache | GetState | GetCache | Profile | Changes | Control
+Moves = ExportPrefix | ImportPrefix
+Question = FlushCache | GetState | GetCache | Profile | Changes | Control | Moves
 ToScheduler = Generate | Abort | StopAt | Question
-Answer = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | Done | RankReply
+Told = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | PrefixMoved
+Answer = Told | Done | RankReply
 ToServer = Ready | Outputs | Answer
 ForAdapters = ReadAdapter | DropAdapter
 ToRunner = (

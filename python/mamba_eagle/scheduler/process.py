@@ -25,6 +25,7 @@ from mamba_eagle.message import (
     Continue,
     Done,
     EngineSize,
+    ExportPrefix,
     FlushCache,
     FlushReply,
     FromRunner,
@@ -33,9 +34,11 @@ from mamba_eagle.message import (
     GetState,
     GrammarCompiled,
     Heartbeat,
+    ImportPrefix,
     LoadAdapter,
     Outputs,
     Pause,
+    PrefixMoved,
     Profile,
     ProfileReply,
     RankReply,
@@ -184,6 +187,8 @@ class SchedulerProcess:
                             ),
                         )
                     )
+                case ExportPrefix() | ImportPrefix():
+                    self.move(message)
                 case Profile() | AskRanks():
                     self.plans.send(message)
                 case LoadAdapter():
@@ -230,6 +235,7 @@ class SchedulerProcess:
         elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
+            self.answer_moves()
 
     def answer(self, reply: AdapterReply | None) -> None:
         if reply is not None:
@@ -238,6 +244,22 @@ class SchedulerProcess:
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
         if outputs:
             self.outputs.send(Outputs(outputs=outputs))
+
+    def move(self, message: ExportPrefix | ImportPrefix) -> None:
+        exchange = self.scheduler.tiers.exchange
+        if exchange is None:
+            problem = "it takes a server with --host-cache-gb and a prefix cache"
+            self.outputs.send(PrefixMoved(call_id=message.call_id, problem=problem))
+        elif isinstance(message, ExportPrefix):
+            exchange.send(message)
+        else:
+            exchange.receive(message)
+        self.answer_moves()
+
+    def answer_moves(self) -> None:
+        if (exchange := self.scheduler.tiers.exchange) is not None:
+            for reply in exchange.take_replies():
+                self.outputs.send(reply)
 
     def begin_change(self, message: ChangeModel) -> None:
         if problem := self.scheduler.pauses.problem(message):

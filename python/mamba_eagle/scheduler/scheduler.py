@@ -355,7 +355,7 @@ class Scheduler:
                 f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
-        self.tiers.end(result.copied, result.lost)
+        self.tiers.end(result.copied, result.lost, result.problems)
         outputs = self.results.take(plan, result)
         self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs

@@ -26,6 +26,7 @@ from mamba_eagle.server.apis import (
     cache,
     control,
     embeddings,
+    exchange,
     openapi,
     profile,
     score,
@@ -109,7 +110,7 @@ def make_app(state: ServerState) -> FastAPI:
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
         *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-        *(rollouts, batches, openapi, page),
+        *(exchange, rollouts, batches, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:

@@ -17,13 +17,17 @@ from mamba_eagle.message import (
     Changes,
     Continue,
     Done,
+    ExportPrefix,
     FlushCache,
     FlushReply,
     GetCache,
     GetState,
+    ImportPrefix,
     LoadAdapter,
+    Moves,
     Pause,
     PauseMode,
+    PrefixMoved,
     Profile,
     ProfileReply,
     Question,
@@ -103,6 +107,21 @@ class Questions:
         item = Profile(call_id=next(self._numbers), path=path, steps=steps)
         reply = await self._ask(item, timeout)
         assert isinstance(reply, ProfileReply)
+        return reply
+
+    async def export_prefix(self, token_ids: list[int], salt: str, path: str) -> PrefixMoved:
+        """What is cached of a prompt goes to a new file."""
+        number = next(self._numbers)
+        return await self._move(
+            ExportPrefix(call_id=number, token_ids=token_ids, salt=salt, path=path)
+        )
+
+    async def import_prefix(self, path: str) -> PrefixMoved:
+        return await self._move(ImportPrefix(call_id=next(self._numbers), path=path))
+
+    async def _move(self, item: Moves) -> PrefixMoved:
+        reply = await self._ask(item, 600.0)
+        assert isinstance(reply, PrefixMoved)
         return reply
 
     async def load_adapter(self, name: str, path: str) -> str:

@@ -42,6 +42,7 @@ from mamba_eagle.server.state import server_state
 
 BODIES: Mapping[str, type[Body]] = {
     "/generate": GenerateBody,
+    "/export_prefix": GenerateBody,
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
@@ -87,6 +88,7 @@ QUERIES: Mapping[str, Mapping[str, str]] = {
     "/wake_up": {"tags": "weights, kv_cache; left out: both"},
     "/flush_cache": {"timeout": "seconds to wait for the server to be idle"},
 }
+BINARY = "application/octet-stream"
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 # The page's script and style are its own text; nothing else is loaded or asked.
 POLICY = (
@@ -94,6 +96,7 @@ POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 )
 KINDS = {"/": HTML, "/docs": HTML, "/metrics": PLAIN, "/flush_cache": PLAIN}  # others: JSON
+KINDS["/export_prefix"] = BINARY
 router = APIRouter()
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from mamba_eagle.message import Done, RankReply
+from mamba_eagle.message import Done, PrefixMoved, RankReply
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.origins import is_loopback
@@ -41,6 +41,6 @@ async def answered(question: Awaitable[T]) -> T:
     except (EngineDead, asyncio.TimeoutError) as error:
         raise RequestError(str(error) or "the engine did not answer in time", 503) from None
     for each in reply if isinstance(reply, list) else [reply]:
-        if isinstance(each, (Done, RankReply)) and each.problem:
+        if isinstance(each, (Done, PrefixMoved, RankReply)) and each.problem:
             raise RequestError(each.problem)
     return reply
