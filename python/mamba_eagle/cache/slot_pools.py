@@ -147,9 +147,9 @@ class SlotPools:
         """Empties the cache. Raises: RuntimeError if something is locked."""
         self.cache.flush()
 
-    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+    def pin(self, node: Node, positions: Sequence[int], until: float, session: str = "") -> bool:
         """As ``RadixCache.pin``."""
-        return self.cache.pin(node, positions, until)
+        return self.cache.pin(node, positions, until, session)
 
     def check_sums(self, kv: int, states: int, journals: int, requests: int) -> None:
         """Raises: RuntimeError unless what is free, cached and held is all there is. Arguments:

@@ -5,6 +5,7 @@
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
     server    ── ExportPrefix, ImportPrefix ─────────────────────▶ scheduler
+    server    ── OpenSession, CloseSession ──────────────────────▶ scheduler
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
     server    ◀── ProfileReply, AdapterReply, Done, RankReply ──── scheduler
@@ -46,6 +47,7 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     salt: str = ""  # only requests of the same salt share what is cached
     pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
     positions: list[int] = []  # prompt positions at which to save the state
+    session: str = ""  # while it is open, what its last request has run is pinned
 
 
 class Generate(Message):
@@ -125,6 +127,21 @@ class ImportPrefix(Message):
 
     call_id: int
     path: str
+
+
+class OpenSession(Message):
+    """Answered by a Done."""
+
+    call_id: int
+    name: str
+    seconds: float  # without a request, after which it ends
+
+
+class CloseSession(Message):
+    """Answered by a Done."""
+
+    call_id: int
+    name: str
 
 
 class LoadAdapter(Message):
@@ -381,7 +398,8 @@ class AdapterReply(Message):
 
 
 class Done(Message):
-    """Answers a Pause, a Continue or a ChangeModel; of the last, the runner's."""
+    """Answers a Pause, a Continue, an OpenSession, a CloseSession or a ChangeModel; of the last,
+    the runner's."""
 
     call_id: int
     problem: str = ""  # why nothing has changed
@@ -736,7 +754,8 @@ BEAT_SECONDS = 0.5
 Changes = LoadAdapter | UnloadAdapter
 Control = Pause | Continue | ChangeModel | AskRanks
 Moves = ExportPrefix | ImportPrefix
-Question = FlushCache | GetState | GetCache | Profile | Changes | Control | Moves
+Sessions = OpenSession | CloseSession
+Question = FlushCache | GetState | GetCache | Profile | Changes | Control | Moves | Sessions
 ToScheduler = Generate | Abort | StopAt | Question
 Told = FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply | PrefixMoved
 Answer = Told | Done | RankReply

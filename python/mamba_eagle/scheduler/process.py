@@ -22,6 +22,7 @@ from mamba_eagle.message import (
     AskRanks,
     CacheReply,
     ChangeModel,
+    CloseSession,
     Continue,
     Done,
     EngineSize,
@@ -36,6 +37,7 @@ from mamba_eagle.message import (
     Heartbeat,
     ImportPrefix,
     LoadAdapter,
+    OpenSession,
     Outputs,
     Pause,
     PrefixMoved,
@@ -189,6 +191,8 @@ class SchedulerProcess:
                     )
                 case ExportPrefix() | ImportPrefix():
                     self.move(message)
+                case OpenSession() | CloseSession():
+                    self.change_session(message)
                 case Profile() | AskRanks():
                     self.plans.send(message)
                 case LoadAdapter():
@@ -255,6 +259,13 @@ class SchedulerProcess:
         else:
             exchange.receive(message)
         self.answer_moves()
+
+    def change_session(self, message: OpenSession | CloseSession) -> None:
+        if isinstance(message, OpenSession):
+            problem = self.scheduler.sessions.open(message.name, message.seconds)
+        else:
+            problem = self.scheduler.sessions.close(message.name)
+        self.outputs.send(Done(call_id=message.call_id, problem=problem))
 
     def answer_moves(self) -> None:
         if (exchange := self.scheduler.tiers.exchange) is not None:

@@ -30,6 +30,7 @@ from mamba_eagle.server.apis import (
     openapi,
     profile,
     score,
+    sessions,
     tokens,
 )
 from mamba_eagle.server.apis.anthropic import route as anthropic
@@ -110,7 +111,7 @@ def make_app(state: ServerState) -> FastAPI:
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
         *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-        *(exchange, rollouts, batches, openapi, page),
+        *(exchange, sessions, rollouts, batches, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:

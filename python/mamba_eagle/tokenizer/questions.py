@@ -15,6 +15,7 @@ from mamba_eagle.message import (
     CacheReply,
     ChangeModel,
     Changes,
+    CloseSession,
     Continue,
     Done,
     ExportPrefix,
@@ -25,6 +26,7 @@ from mamba_eagle.message import (
     ImportPrefix,
     LoadAdapter,
     Moves,
+    OpenSession,
     Pause,
     PauseMode,
     PrefixMoved,
@@ -123,6 +125,13 @@ class Questions:
         reply = await self._ask(item, 600.0)
         assert isinstance(reply, PrefixMoved)
         return reply
+
+    async def open_session(self, name: str, seconds: float) -> Done:
+        item = OpenSession(call_id=next(self._numbers), name=name, seconds=seconds)
+        return await self._done(item, 30.0)
+
+    async def close_session(self, name: str) -> Done:
+        return await self._done(CloseSession(call_id=next(self._numbers), name=name), 30.0)
 
     async def load_adapter(self, name: str, path: str) -> str:
         """Returns why it is not served, if it is not."""

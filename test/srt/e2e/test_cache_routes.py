@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from running_server import need_weights
+from running_server import PATIENCE, need_weights
 
 from mamba_eagle import Engine
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
@@ -64,3 +65,25 @@ def test_one_runs_the_prompt_and_the_other_one_answers(engines: tuple[Engine, En
 def test_both_routes_take_the_admin_key(engines: tuple[Engine, Engine]) -> None:
     for path in ("/export_prefix", "/import_prefix"):
         assert post(engines[0], path, json={"text": PROMPT}).status_code == 401
+
+
+def test_a_session_is_opened_named_and_closed_once(engines: tuple[Engine, Engine]) -> None:
+    one = engines[0]
+
+    def pinned() -> int:
+        return int(call(one, "GET", "/cache").json()["kv_slots"]["pinned"])
+
+    name = post(one, "/open_session", json={"capacity_of_str_len": 1000}).json()
+    again = post(one, "/open_session", json={"session_id": name})
+    assert again.status_code == 400 and "open already" in again.text
+    reply = one.generate(PROMPT, SAMPLING, session_id=name)["meta_info"]
+    tokens = reply["prompt_tokens"] + reply["completion_tokens"] - 1
+    deadline = time.monotonic() + PATIENCE
+    while pinned() != tokens and time.monotonic() < deadline:
+        pass  # the output is in the cache a step after it is answered
+    assert pinned() == tokens
+    assert post(one, "/close_session", json={"session_id": name}).json() == {"success": True}
+    assert pinned() == 0
+    assert post(one, "/close_session", json={"session_id": name}).status_code == 400
+    one.generate(PROMPT, SAMPLING, session_id=name)  # no longer open: let through
+    assert pinned() == 0

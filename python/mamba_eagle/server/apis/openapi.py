@@ -35,6 +35,7 @@ from mamba_eagle.server.apis.rollouts.pauses import AbortsBody, PauseBody
 from mamba_eagle.server.apis.rollouts.tokens import TokensBody
 from mamba_eagle.server.apis.rollouts.weights import DirectoryBody, DiskBody
 from mamba_eagle.server.apis.score import ScoreBody
+from mamba_eagle.server.apis.sessions import CloseBody, OpenBody
 from mamba_eagle.server.apis.tokens import DetokenizeBody, TokenizeBody
 from mamba_eagle.server.bodies.model import Body, Schema, described
 from mamba_eagle.server.errors import json_response
@@ -57,6 +58,8 @@ BODIES: Mapping[str, type[Body]] = {
     "/v1/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
     "/start_profile": ProfileBody,
+    "/open_session": OpenBody,
+    "/close_session": CloseBody,
     "/load_lora_adapter": LoadBody,
     "/v1/load_lora_adapter": LoadBody,
     "/unload_lora_adapter": UnloadBody,
