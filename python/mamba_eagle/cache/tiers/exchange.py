@@ -101,6 +101,9 @@ class Exchange:
         return file
 
     def _begin(self, asked: ExportPrefix | ImportPrefix, passage: Passage, tokens: int) -> None:
+        if not passage.transfers:
+            self._answer(asked.call_id, problem="there is no room for the copies")
+            return
         for copy in passage.copies:
             copy.path = asked.path
         self.calls.append(Call(asked.call_id, passage, tokens, []))

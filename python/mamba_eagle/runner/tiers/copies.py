@@ -72,6 +72,8 @@ class TierCopies:
         self.thread = ThreadPoolExecutor(1, "disk cache")
         if disk is not None:
             self.thread.submit(disk.restore)
+        if exports is not None:
+            self.thread.submit(exports.find_facts)
         self.launched: dict[int, Launch] = {}
         self.written = place.timestamp()  # the newest copy to the host
 

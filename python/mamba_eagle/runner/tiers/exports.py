@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,9 +26,9 @@ class ExportFiles:
         """find_facts: what two servers must have in common; reads parts of the weights' files."""
         self._find_facts = find_facts
 
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        return self._find_facts()
+    def find_facts(self) -> None:
+        """To be called first: of the weights that were loaded, whatever their files are later."""
+        self.facts = self._find_facts()
 
     def write(self, path: str, rows: Tensor, label: bytes) -> None:
         """Appends rows [n, unit bytes] uint8 on the host. Raises: OSError."""

@@ -80,6 +80,18 @@ def test_a_server_that_imports_runs_the_last_token_alone(
     assert decode.serve(longer, sampled(9, 4)) == alone.serve(longer, sampled(9, 4))
 
 
+def test_imports_of_one_prefix_at_once_leave_it_there_once(file: Path, decode: Sequential) -> None:
+    exchange = decode.engine.scheduler.tiers.exchange
+    assert exchange is not None
+    for number in (1, 2, 3):
+        exchange.receive(ImportPrefix(call_id=number, path=str(file)))
+    while not decode.engine.idle:
+        decode.step()  # with its books of units
+    assert {reply.tokens for reply in exchange.take_replies()} == {len(PROMPT) - 1}
+    assert decode.engine.scheduler.state()["num_host_tokens"] == len(PROMPT) - 1
+    assert decode.serve(PROMPT, ONLY_PROMPT).cached == len(PROMPT) - 1
+
+
 def test_models_without_attention_move_too(tmp_path: Path) -> None:
     """Their tokens take no units."""
     folder = write_model(tmp_path / "states", hybrid_override_pattern="M-M")
@@ -144,6 +156,7 @@ def test_copies_of_a_model_are_the_same_and_others_are_not(
         server = Sequential(TREE, folder, head, host_cache_gb=0.02)
         copies = server.runner.copies
         assert copies is not None and copies.exports is not None
+        copies.close()  # its thread has ended
         assert (difference(ours, copies.exports.facts) == "") is same
 
 
