@@ -52,6 +52,7 @@ MAX_SAMPLES = 1024  # n
 MAX_ADAPTERS = 1000  # loaded at the same time
 MAX_CACHE_SALT = 256  # characters of cache_salt
 MAX_PIN_SECONDS = 3600  # pin_seconds
+MAX_SESSIONS = 1024  # open at the same time
 MAX_PROFILED_STEPS = 200  # num_steps of /start_profile
 MAX_CHECKPOINTS = 16  # positions of checkpoint
 MAX_TOOLS = 128

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from mamba_eagle.cache.node import Node
 from mamba_eagle.cache.order import LazyHeap, Rank
 
+Owner = Node | str  # a session, or the deepest node of what is pinned without one
+
 
 class Pin(NamedTuple):
     until: float  # time.monotonic()
@@ -26,25 +28,27 @@ class Pins:
         """max_kv, max_states: KV slots and states that may be pinned at once.
         ended: called with a pin whose nodes may be evicted sooner from now on."""
         self._max_kv, self._max_states, self._ended = max_kv, max_states, ended
-        self._pins: dict[Node, Pin] = {}  # by the deepest node
-        self._in_order: LazyHeap[Node] = LazyHeap(self._rank)  # the keys of _pins
+        self._pins: dict[Owner, Pin] = {}
+        self._in_order: LazyHeap[Owner] = LazyHeap(self._rank)  # the keys of _pins
         self.kv = 0  # KV slots; what pins have in common counts for each
         self.states = 0
 
-    def add(self, nodes: Sequence[Node], until: float) -> bool:
-        """nodes: of one path, by depth. A pin of the same deepest node is replaced, and keeps its
-        time if that is later. Returns False, and changes nothing, if it would be too many."""
+    def add(self, nodes: Sequence[Node], until: float, session: str = "") -> bool:
+        """nodes: of one path, by depth. A pin of the same session, or without one of the same
+        deepest node, is replaced, and keeps its time if that is later. Returns False, and changes
+        nothing, if it would be too many."""
         deepest = nodes[-1]
-        old = self._pins.get(deepest)
-        kv = self.kv + (0 if old else deepest.end)
+        owner: Owner = session or deepest
+        old = self._pins.get(owner)
+        kv = self.kv + deepest.end - (old.nodes[-1].end if old else 0)
         states = self.states + len(nodes) - (len(old.nodes) if old else 0)
         if kv > self._max_kv or states > self._max_states:
             return False
         if old is not None:
             until = max(until, old.until)
-            self._remove(deepest)
-        self._pins[deepest] = Pin(until, nodes)
-        self._in_order.put(deepest)
+            self.remove(owner)
+        self._pins[owner] = Pin(until, nodes)
+        self._in_order.put(owner)
         self.kv, self.states = kv, states
         for part in deepest.ancestors():
             part.pins += 1
@@ -54,12 +58,16 @@ class Pins:
 
     def end(self, now: float) -> None:
         """Those whose time is over."""
-        while (node := self._in_order.first()) is not None and self._pins[node].until <= now:
-            self._remove(node)
+        while (owner := self._in_order.first()) is not None and self._pins[owner].until <= now:
+            self.remove(owner)
 
-    def _remove(self, deepest: Node) -> None:
-        self._in_order.remove(deepest)
-        pin = self._pins.pop(deepest)
+    def remove(self, owner: Owner) -> None:
+        """Ends a pin, if there is one."""
+        pin = self._pins.pop(owner, None)
+        if pin is None:
+            return
+        self._in_order.remove(owner)
+        deepest = pin.nodes[-1]
         self.kv -= deepest.end
         self.states -= len(pin.nodes)
         for part in pin.nodes:
@@ -68,24 +76,24 @@ class Pins:
             part.pins -= 1
         self._ended(pin)
 
-    def _rank(self, node: Node) -> Rank:
-        return (int(1000 * self._pins[node].until),)
+    def _rank(self, owner: Owner) -> Rank:
+        return (int(1000 * self._pins[owner].until),)
 
     def problem(self, nodes: Iterable[Node]) -> str:
         """What is wrong with the counts, "" if nothing. nodes: all that are cached. A pin counts at
         its nodes whether they are still cached or not."""
         ends: Counter[Node] = Counter()
         above: Counter[Node] = Counter()
-        for deepest, pin in self._pins.items():
+        for pin in self._pins.values():
             ends.update(pin.nodes)
-            above.update(deepest.ancestors())
+            above.update(pin.nodes[-1].ancestors())
         for node in {*nodes, *above}:
             if (node.pins, node.state_pins) != (above[node], ends[node]):
                 return (
                     f"node [{node.start}, {node.end}): {above[node]} pins of its KV and "
                     f"{ends[node]} of its state, but counted {node.pins} and {node.state_pins}"
                 )
-        pinned = sum(node.end for node in self._pins), sum(ends.values())
+        pinned = sum(pin.nodes[-1].end for pin in self._pins.values()), sum(ends.values())
         if pinned != (self.kv, self.states):
             return (
                 f"(KV slots, states) are {pinned} by the pins, but {(self.kv, self.states)} counted"

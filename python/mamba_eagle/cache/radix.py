@@ -144,13 +144,14 @@ class RadixCache(PrefixTree):
 
     # ── pinning ──────────────────────────────────────────────────────────────────────────────
 
-    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+    def pin(self, node: Node, positions: Sequence[int], until: float, session: str = "") -> bool:
         """Until that time (time.monotonic), the KV of the first ``max(positions)`` tokens of the
         node's prefix, and the states at ``positions``, are evicted only when all else is gone.
 
-        Returns False, and pins nothing, if more than half of all slots would be pinned."""
+        session: it has one pin, the last. Returns False, and pins nothing, if more than half of all
+        slots would be pinned."""
         nodes = [self.node_at(node, position) for position in sorted(set(positions))]
-        return self.pins.add(nodes, until)
+        return self.pins.add(nodes, until, session)
 
     def unpin(self, now: float) -> None:
         """Ends the pins whose time is over."""

@@ -4,9 +4,11 @@
     server    ── FlushCache, GetState, Profile ──────────────────▶ scheduler
     server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ── Pause, Continue, ChangeModel ───────────────────▶ scheduler
+    server    ── ExportPrefix, ImportPrefix ─────────────────────▶ scheduler
+    server    ── OpenSession, CloseSession ──────────────────────▶ scheduler
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
     server    ◀── Ready, Outputs, StateReply ───────────────────── scheduler
-    server    ◀── ProfileReply, Done, RankReply ────────────────── scheduler
+    server    ◀── ProfileReply, Done, RankReply, PrefixMoved ───── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ── ChangeModel ────────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
@@ -60,6 +62,7 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     salt: str = ""  # only requests of the same salt share what is cached
     pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
     positions: list[int] = []  # prompt positions at which to save the state
+    session: str = ""  # while it is open, what its last request has run is pinned
 
 
 class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -123,6 +126,29 @@ class Profile(Question["ProfileReply"]):
 
     path: str = ""
     steps: int = 0
+
+
+class ExportPrefix(Question["PrefixMoved"]):
+    """Write what the prefix cache has of a prompt to a new file."""
+
+    token_ids: list[int]
+    salt: str
+    path: str
+
+
+class ImportPrefix(Question["PrefixMoved"]):
+    """Take what another server has exported."""
+
+    path: str
+
+
+class OpenSession(Question["Done"]):
+    name: str
+    seconds: float  # without a request, after which it ends
+
+
+class CloseSession(Question["Done"]):
+    name: str
 
 
 class LoadAdapter(Question["Done"]):
@@ -337,6 +363,13 @@ class CacheUse(msgspec.Struct, kw_only=True):
     lost_copies: dict[str, int] = {}  # what could not be copied or read there, by tier
 
 
+class PrefixMoved(Answer):
+    """Answers an ExportPrefix or an ImportPrefix."""
+
+    tokens: int = 0  # of the prefix; a prompt that begins with them need not run them again
+    problem: str = ""  # why nothing has moved
+
+
 class CacheNode(msgspec.Struct, kw_only=True):
     """A run of tokens in the prefix cache's tree: [start, start + tokens) of some prefixes."""
 
@@ -490,7 +523,7 @@ class Blocks(msgspec.Struct, array_like=True):
     and a journal take several.
     """
 
-    tier: int  # 0: the device, 1: host memory, 2: disk
+    tier: int  # 0: the device, 1: host memory, 2: disk, 3: a file for or from another server
     kv: Indices  # one per token; empty: no keys and values are copied
     state: Indices  # empty: no state
     journal: Indices  # empty: no rows
@@ -506,7 +539,8 @@ class TierCopy(msgspec.Struct, array_like=True):
     number: int
     source: Blocks
     target: Blocks
-    label: bytes = b""  # to disk: what the tier's log says of it
+    label: bytes = b""  # to disk or a file: what is said of it there
+    path: str = ""  # of the file
 
 
 class Release(msgspec.Struct, array_like=True):
@@ -656,6 +690,7 @@ class StepResult(Message):
     num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
     copied: list[int] = []  # copies that have ended since the last result
     lost: list[int] = []  # those that failed: their blocks are not in the target tier
+    problems: dict[int, str] = {}  # of those to and from files of other servers: why
 
 
 # ── scheduler and runner → watchdog of the server process ────────────────────────────────────
@@ -679,8 +714,9 @@ BEAT_SECONDS = 0.5
 
 Adapting = LoadAdapter | UnloadAdapter
 Changing = Pause | Continue | ChangeModel | AskRanks
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | Profile | Adapting | Changing
-ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply
+Keeping = ExportPrefix | ImportPrefix | OpenSession | CloseSession | FlushCache
+ToScheduler = Generate | Abort | StopAt | GetState | Profile | Adapting | Changing | Keeping
+ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply | PrefixMoved
 ForAdapters = ReadAdapter | DropAdapter
 ToRunner = (
     Plan

@@ -20,18 +20,23 @@ from mamba_eagle.message import (
     AdapterRead,
     AskRanks,
     ChangeModel,
+    CloseSession,
     Continue,
     Done,
     EngineSize,
+    ExportPrefix,
     FlushCache,
     FromRunner,
     Generate,
     GetState,
     GrammarCompiled,
     Heartbeat,
+    ImportPrefix,
     LoadAdapter,
+    OpenSession,
     Outputs,
     Pause,
+    PrefixMoved,
     Profile,
     ProfileReply,
     RankReply,
@@ -160,6 +165,10 @@ class SchedulerProcess:
                     self.answer_flushes()
                 case GetState():
                     self.outputs.send(self.state_for(message))
+                case ExportPrefix() | ImportPrefix():
+                    self.move(message)
+                case OpenSession() | CloseSession():
+                    self.change_session(message)
                 case Profile() | AskRanks():
                     self.plans.send(message)
                 case LoadAdapter():
@@ -206,6 +215,7 @@ class SchedulerProcess:
         elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
+            self.answer_moves()
 
     def state_for(self, message: GetState) -> StateReply:
         scheduler = self.scheduler
@@ -224,6 +234,29 @@ class SchedulerProcess:
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
         if outputs:
             self.outputs.send(Outputs(outputs=outputs))
+
+    def move(self, message: ExportPrefix | ImportPrefix) -> None:
+        exchange = self.scheduler.tiers.exchange
+        if exchange is None:
+            problem = "it takes a server with --host-cache-gb and a prefix cache"
+            self.outputs.send(PrefixMoved(call_id=message.call_id, problem=problem))
+        elif isinstance(message, ExportPrefix):
+            exchange.send(message)
+        else:
+            exchange.receive(message)
+        self.answer_moves()
+
+    def change_session(self, message: OpenSession | CloseSession) -> None:
+        if isinstance(message, OpenSession):
+            problem = self.scheduler.sessions.open(message.name, message.seconds)
+        else:
+            problem = self.scheduler.sessions.close(message.name)
+        self.outputs.send(Done(call_id=message.call_id, problem=problem))
+
+    def answer_moves(self) -> None:
+        if (exchange := self.scheduler.tiers.exchange) is not None:
+            for reply in exchange.take_replies():
+                self.outputs.send(reply)
 
     def begin_change(self, message: ChangeModel) -> None:
         if problem := self.scheduler.pauses.problem(message):

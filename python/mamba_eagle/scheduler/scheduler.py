@@ -41,6 +41,7 @@ from mamba_eagle.scheduler.pauses import Pauses
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
+from mamba_eagle.scheduler.sessions import OpenSessions
 from mamba_eagle.scheduler.speculation import shape_policy
 from mamba_eagle.scheduler.stats import Stats
 from mamba_eagle.scheduler.step_results import StepResults
@@ -83,6 +84,7 @@ class Scheduler:
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
+        self.sessions = OpenSessions(self.slots)
         self.results = StepResults(
             runner, self.shape, self.policy, self.slots, self.prefill, self.stats, self._forget
         )
@@ -279,7 +281,10 @@ class Scheduler:
         held, end = request.held, request.reusable
         assert held is not None
         rest = None if end is None else as_tokens(request.tokens[held.inserted : end])
+        anchor = held.trail.anchor if held.trail is not None else end
         released = self.slots.release(held, rest)
+        if released.stored and anchor is not None and end is not None and request.finish:
+            self.sessions.keep(request.asked.cache.session, held.node, [min(anchor, end), end])
         # Between two chunks of a prompt S0 is where it should be and needs no fold.
         keep_to = end if released.stored and end is not None and request.prefill_sent else -1
         request.held = None
@@ -335,10 +340,14 @@ class Scheduler:
     def _pin(self, request: Request, held: HeldSlots) -> None:
         """Its prompt is in the cache now; a client may have asked to keep it there."""
         hints, tail = request.asked.cache, request.prompt_len - 1
-        if hints.pin_seconds > 0 and tail > 0 and self.slots.stores:
+        if tail <= 0 or not self.slots.stores:
+            return
+        positions, pinned = [*hints.positions, tail], True
+        if hints.pin_seconds > 0:
             until = time.monotonic() + hints.pin_seconds
-            if not self.slots.pin(held.node, [*hints.positions, tail], until):
-                log.warning("request %r: half of the cache is pinned already", request.rid)
+            pinned = self.slots.cache.pin(held.node, positions, until)
+        if not (self.sessions.keep(hints.session, held.node, positions) and pinned):
+            log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -356,7 +365,7 @@ class Scheduler:
                 f"step {plan.message.step} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
-        self.tiers.end(result.copied, result.lost)
+        self.tiers.end(result.copied, result.lost, result.problems)
         outputs = self.results.take(plan, result)
         self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs

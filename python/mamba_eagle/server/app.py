@@ -26,9 +26,11 @@ from mamba_eagle.server.apis import (
     cache,
     control,
     embeddings,
+    exchange,
     openapi,
     profile,
     score,
+    sessions,
     tokens,
 )
 from mamba_eagle.server.apis.anthropic import route as anthropic
@@ -57,7 +59,7 @@ OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping
 ROOMS = (
     *(generate, openai, responses, anthropic, score, embeddings),
     *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-    *(rollouts, batches, openapi, page),
+    *(exchange, sessions, rollouts, batches, openapi, page),
 )
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")

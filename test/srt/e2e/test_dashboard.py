@@ -13,6 +13,10 @@ from running_server import RunningServer
 
 DASHBOARD = Path(__file__).parents[3] / "docker/grafana/dashboards/mamba-eagle.json"
 RULES = yaml.safe_load((DASHBOARD.parents[2] / "alerts.yml").read_text())["groups"][0]["rules"]
+SCALER = yaml.safe_load(
+    (DASHBOARD.parents[3] / "deploy/kubernetes/autoscaling.yaml").read_text().split("\n---")[0]
+)
+FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it reads
 PANELS = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
 
 
@@ -43,9 +47,9 @@ def test_every_expression_names_series_and_labels_that_exist(
             assert name in series, expression
         for labels in re.findall(r"by \(([^)]*)\)", expression):
             for label in labels.split(", "):
-                assert label in series[names[0]], expression
+                assert label in series[names[0]] | FROM_PROMETHEUS, expression
         shown = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
-        assert set(shown) <= series[names[0]]
+        assert set(shown) <= series[names[0]] | FROM_PROMETHEUS
         # Counters are looked at as rates, and only those.
         for name in names:
             counted = name.endswith(("_total", "_bucket"))
@@ -62,3 +66,10 @@ def test_every_alert_names_series_and_labels_that_exist(
         assert set(re.findall(r"(\w+)=~?\"", labels)) <= series[name], expression
     assert "mamba_eagle:" in expression or expression.startswith("up{")
     assert rule["for"] and rule["annotations"]["summary"]
+
+
+def test_servers_are_scaled_by_series_that_exist(series: dict[str, set[str]]) -> None:
+    (trigger,) = SCALER["spec"]["triggers"]
+    found = re.findall(r"(mamba_eagle:\w+)\{(\w+)=", trigger["metadata"]["query"])
+    assert [label for _, label in found] == ["job", "job"]
+    assert {name for name, _ in found} <= set(series)

@@ -24,6 +24,7 @@ from mamba_eagle.message.indices import indices
 
 SUM_BYTES = 8
 SALT_BYTES = 17
+HEAD_BYTES = 20  # of a framed record: its size and its checksum
 NEW_RECORD = -1
 
 
@@ -58,6 +59,15 @@ class Found(NamedTuple):
     ignored: int  # torn or changed ones
 
 
+def units_of(record: Record) -> np.ndarray:
+    """[n] int32, in the order of the record's sums."""
+    label = record.label
+    own = np.frombuffer(label.state + label.journal, dtype=np.int32)
+    if len(record.sums) // SUM_BYTES == len(own):
+        return own
+    return np.concatenate([np.frombuffer(label.kv, dtype=np.int32), own])
+
+
 def unit_sum(unit: bytes | memoryview) -> bytes:
     return blake2b(unit, digest_size=SUM_BYTES).digest()
 
@@ -67,24 +77,26 @@ def framed(record: Record) -> bytes:
     return len(data).to_bytes(4, "little") + blake2b(data, digest_size=16).digest() + data
 
 
+def unframed(data: bytes) -> Record:
+    """Undoes ``framed``. Raises: msgspec.MsgspecError if the record is torn or changed."""
+    if blake2b(data[HEAD_BYTES:], digest_size=16).digest() != data[4:HEAD_BYTES]:
+        raise msgspec.DecodeError
+    return msgspec.msgpack.decode(data[HEAD_BYTES:], type=Record)
+
+
 def read_log(path: str) -> Found:
     """All whole records, oldest first."""
     records: list[Record] = []
     ignored = place = 0
     with open(path, "rb") as file:
         data = file.read()
-    decoder = msgspec.msgpack.Decoder(Record)
     while place < len(data):
-        size = int.from_bytes(data[place : place + 4], "little")
-        body = data[place + 20 : place + 20 + size]
-        whole = blake2b(body, digest_size=16).digest() == data[place + 4 : place + 20]
-        place += 20 + size
+        end = place + HEAD_BYTES + int.from_bytes(data[place : place + 4], "little")
         try:
-            if not whole:
-                raise msgspec.DecodeError
-            records.append(decoder.decode(body))
-        except msgspec.DecodeError:
+            records.append(unframed(data[place:end]))
+        except msgspec.MsgspecError:
             ignored += 1
+        place = end
     return Found(records, ignored)
 
 
@@ -149,8 +161,13 @@ class Labels:
     def restore(self, path: str) -> int:
         """Fills the empty tier. Returns a number above those of all copies so far."""
         found = read_log(path)
-        tier, self.ignored = self.tier, found.ignored
-        labels = [record.label for record in live(found.records, tier.units.total)]
+        self.ignored = found.ignored
+        self.fill(live(found.records, self.tier.units.total))
+        return max((record.label.number for record in found.records), default=0) + 1
+
+    def fill(self, records: Sequence[Record]) -> None:
+        """The empty tier has what they say. No unit is in two of them."""
+        tier, labels = self.tier, [record.label for record in records]
         labels.sort(key=lambda label: (label.start, label.number))
         tier.kv.claim(indices(b"".join(label.kv for label in labels)))
         tier.units.claim(indices(b"".join(label.state + label.journal for label in labels)))
@@ -161,7 +178,6 @@ class Labels:
             else:
                 tier.kv.free(indices(label.kv))
                 tier.units.free(indices(label.state + label.journal))
-        return max((record.label.number for record in found.records), default=0) + 1
 
     def _add(self, label: Label, nodes: dict[int, Node]) -> Node | None:
         """The node at its end; None if what comes before it is not there."""

@@ -154,7 +154,6 @@ class Passage(CacheBelow):
         self.transfers: dict[int, Transfer] = {}  # by number, until they are answered
         self.fresh: dict[Node, None] = {}  # nodes that got a state above
         self.loaded_tokens = self.lost = 0
-        upper.cache.below = self
 
     def state_came(self, node: Node) -> None:
         if self.eager:
@@ -181,6 +180,14 @@ class Passage(CacheBelow):
         if self._send(node, node.end, node):
             for journal in node.journals:
                 self._send(journal.bottom, journal.end, node, journal)
+
+    def send(self, hit: Match) -> None:
+        """What was found above goes down, whatever it is worth."""
+        anchor = self.upper.cache.node_at(hit.node, hit.anchor)
+        self._send(anchor, anchor.end, anchor)
+        for journal in anchor.journals:
+            if journal.slot == hit.journal:
+                self._send(hit.node, hit.position, anchor, journal)
 
     def _send(self, bottom: Node, end: int, anchor: Node, journal: Journal | None = None) -> bool:
         """One path: its first ``end`` tokens, and the state or the journal. Returns whether the

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count, zip_longest
 
 from mamba_eagle.cache.node import Tokens
 from mamba_eagle.cache.slot_pools import SlotPools
 from mamba_eagle.cache.slots import Coming
 from mamba_eagle.cache.tiers.disk_log import Labels
+from mamba_eagle.cache.tiers.exchange import Exchange
 from mamba_eagle.cache.tiers.passage import FromDevice, Passage
 from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.message import TierCopy, TierSizes
 
 MIN_GAINS = (64, 128)  # tokens that a load from host memory, and from disk, must save
+NONE: Mapping[int, str] = {}
 MAX_WRITTEN = 4  # states per plan that go down before they are evicted
 
 
@@ -26,6 +28,7 @@ class CacheTiers:
         self._empties_disk = False
         self.num_started = 0  # loads
         self.labels: Labels | None = None
+        self.exchange: Exchange | None = None
         if sizes.host_units:
             numbers = count(1)
             host = Tier(1, sizes.host_units, sizes, draft_states)
@@ -34,14 +37,19 @@ class CacheTiers:
                 disk = Tier(2, sizes.disk_units, sizes, draft_states)
                 self.labels = Labels(disk)
                 numbers = count(self.labels.restore(sizes.disk_log))
-            self.passages.append(FromDevice(slots, host, numbers, MIN_GAINS[0], on_disk))
+            device = FromDevice(slots, host, numbers, MIN_GAINS[0], on_disk)
+            self.passages.append(device)
             if on_disk:
                 self.passages.append(Passage(host, disk, numbers, MIN_GAINS[1], True, self.labels))
+            for passage in self.passages:
+                passage.upper.cache.below = passage
+            self.exchange = Exchange(device, sizes, draft_states, numbers)
 
     @property
     def in_flight(self) -> bool:
         """Whether a copy is to be answered."""
-        return any(passage.transfers for passage in self.passages)
+        moves = self.exchange is not None and self.exchange.calls
+        return bool(moves) or any(passage.transfers for passage in self.passages)
 
     def fetch(
         self, tokens: Tokens, limit: int, salt: int, above: int, keep: Collection[int]
@@ -72,6 +80,7 @@ class CacheTiers:
         copies = [copy for passage in self.passages for copy in passage.copies]
         for passage in self.passages:
             passage.copies = []
+        copies += self.exchange.take_copies() if self.exchange is not None else []
         return sorted(copies, key=lambda copy: copy.number)
 
     def take_arrived(self) -> list[int]:
@@ -82,12 +91,16 @@ class CacheTiers:
         empties, self._empties_disk = self._empties_disk, False
         return empties
 
-    def end(self, copied: Iterable[int], lost: Iterable[int]) -> None:
+    def end(
+        self, copied: Iterable[int], lost: Iterable[int], problems: Mapping[int, str] = NONE
+    ) -> None:
         """Copies have ended, or failed."""
         for numbers, worked in ((copied, True), (lost, False)):
             for number in numbers:
-                if any(passage.end(number, worked) for passage in self.passages) and worked:
-                    self._arrived.append(number)
+                if any(passage.end(number, worked) for passage in self.passages):
+                    self._arrived += [number] * worked
+                elif self.exchange is not None:
+                    self.exchange.end(number, worked, problems.get(number, "it was not read"))
 
     def flush(self) -> None:
         """Forgets all, also on disk. Nothing is under way."""
@@ -119,10 +132,13 @@ class CacheTiers:
         return {name: passage.loaded_tokens for name, passage in self._by_name()}
 
     def lost_copies(self) -> dict[str, int]:
-        """Copies that failed, and records of earlier processes that could not be read."""
+        """Copies that failed, records of earlier processes that could not be read, and what other
+        servers sent that was no good."""
         lost = {name: passage.lost for name, passage in self._by_name()}
         if self.labels is not None:
             lost["disk"] += self.labels.ignored
+        if self.exchange is not None:
+            lost["other"] = self.exchange.refused
         return lost
 
     def _by_name(self) -> Iterator[tuple[str, Passage]]:
@@ -131,7 +147,9 @@ class CacheTiers:
     def check_integrity(self) -> None:
         """Raises: RuntimeError if a tier's units do not add up."""
         for passage, below in zip_longest(self.passages, self.passages[1:]):
-            coming = below.loads() if below is not None else ()
+            coming = list(below.loads()) if below is not None else []
+            if passage is self.passages[0] and self.exchange is not None:
+                coming += self.exchange.loads()
             passage.lower.check_integrity(
                 sum(passage.lower.num_units(load.kv, load.journal) for load in coming)
             )

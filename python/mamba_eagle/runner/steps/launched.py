@@ -132,7 +132,7 @@ class Launched:
         """Wait for the device and return the results, in the plan's order. Times in seconds."""
         times = self.times
         times.ended.wait()
-        ended = Ended([], []) if self.copies is None else self.copies.take_ended()
+        ended = Ended([], [], {}) if self.copies is None else self.copies.take_ended()
         return StepResult(
             step=self.number,
             prefill=self.prompts.read() if self.prompts else [],
@@ -143,4 +143,5 @@ class Launched:
             num_compiled=self.num_compiled,
             copied=ended.copied,
             lost=ended.lost,
+            problems=ended.problems,
         )

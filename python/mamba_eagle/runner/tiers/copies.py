@@ -15,7 +15,8 @@ from torch import Tensor
 from mamba_eagle.backend.place import Place, Timestamp
 from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
 from mamba_eagle.message.indices import Indices
-from mamba_eagle.runner.tiers.disk import DiskUnits
+from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits
+from mamba_eagle.runner.tiers.exports import ExportFiles, ForeignFile
 from mamba_eagle.runner.tiers.host import HostUnits, PinnedUnits
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, SlotBytes
 
@@ -26,6 +27,7 @@ PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
 class Ended(NamedTuple):
     copied: list[int]
     lost: list[int]
+    problems: dict[int, str]  # of lost ones from and to files of other servers
 
 
 class Launch(NamedTuple):
@@ -60,7 +62,9 @@ class TierCopies:
         unit_bytes: int,
         place: Place,
         disk: DiskUnits | None = None,
+        exports: ExportFiles | None = None,
     ) -> None:
+        self.exports = exports
         self.slots, self.sizes, self.place, self.disk = slots, sizes, place, disk
         self.unit_bytes = unit_bytes
         kind = HostUnits if place.on_host else PinnedUnits
@@ -68,6 +72,8 @@ class TierCopies:
         self.thread = ThreadPoolExecutor(1, "disk cache")
         if disk is not None:
             self.thread.submit(disk.restore)
+        if exports is not None:
+            self.thread.submit(exports.find_facts)
         self.launched: dict[int, Launch] = {}
         self.written = place.timestamp()  # the newest copy to the host
 
@@ -81,7 +87,7 @@ class TierCopies:
                 with self.host.beside():
                     self.host.store(_units(copy.target), rows)
                     self.written = self.place.timestamp()
-            elif 2 in (copy.source.tier, copy.target.tier):
+            elif copy.target.tier != 0:
                 self.launched[copy.number] = Launch(None, self._submit(copy))
 
     def come(self, plan: Plan) -> None:
@@ -95,12 +101,12 @@ class TierCopies:
                     self._write(copy.target, self.host.fetch(_units(copy.source)))
                     self.launched[copy.number] = Launch(self.place.timestamp(), None)
 
-    # ── disk ─────────────────────────────────────────────────────────────────────────────────
+    # ── disk, and files of other servers ──────────────────────────────────────────────────────────
 
     def _submit(self, copy: TierCopy) -> Future[None]:
         """In the thread, in order, and after the copies to the host that came before."""
         before = self.written
-        work = self._save if copy.target.tier == 2 else self._restore
+        work = self._restore if copy.target.tier == 1 else self._save
         return self.thread.submit(self._after, before, work, copy)
 
     def _after(self, before: Timestamp, work: Callable[[TierCopy], None], copy: TierCopy) -> None:
@@ -108,19 +114,27 @@ class TierCopies:
         try:
             work(copy)
         except OSError as error:
-            log.warning("the prefix cache loses a prefix on disk: %s", error)
+            log.warning("the prefix cache loses a prefix: %s", error)
             raise
 
     def _save(self, copy: TierCopy) -> None:
-        assert self.disk is not None
         rows = self.host.data[torch.as_tensor(_units(copy.source).tolist(), dtype=torch.int64)]
-        self.disk.write(_units(copy.target), rows, copy.label)
+        if copy.path:
+            assert self.exports is not None
+            self.exports.write(copy.path, rows, copy.label)
+        else:
+            assert self.disk is not None
+            self.disk.write(_units(copy.target), rows, copy.label)
 
     def _restore(self, copy: TierCopy) -> None:
-        assert self.disk is not None
         units = _units(copy.target)
         rows = torch.empty(len(units), self.unit_bytes, dtype=torch.uint8)
-        self.disk.read(_units(copy.source), rows)
+        if copy.path:
+            assert self.exports is not None
+            self.exports.read(copy.path, _units(copy.source), rows)
+        else:
+            assert self.disk is not None
+            self.disk.read(_units(copy.source), rows)
         self.host.data[torch.as_tensor(units.tolist(), dtype=torch.int64)] = rows
 
     # ── the device ───────────────────────────────────────────────────────────────────────────
@@ -166,12 +180,14 @@ class TierCopies:
 
     def take_ended(self) -> Ended:
         """Since the last call. A copy to the host has no part in it: it cannot fail."""
-        ended = Ended([], [])
+        ended = Ended([], [], {})
         for number, launch in list(self.launched.items()):
             if launch.ended:
                 del self.launched[number]
-                failed = launch.done is not None and launch.done.exception() is not None
-                (ended.lost if failed else ended.copied).append(number)
+                error = launch.done.exception() if launch.done is not None else None
+                (ended.lost if error is not None else ended.copied).append(number)
+                if isinstance(error, (ForeignFile, DamagedUnits)):
+                    ended.problems[number] = str(error)
         return ended
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from mamba_eagle.cache.tiers.disk_log import (
     live,
     read_log,
     unit_sum,
+    units_of,
 )
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import shown
@@ -139,12 +140,3 @@ class DiskUnits:
     def close(self) -> None:
         for each in (self._log, self._units, self._lock):
             os.close(each)
-
-
-def units_of(record: Record) -> np.ndarray:
-    """[n] int32, in the order of the record's sums."""
-    label = record.label
-    own = np.frombuffer(label.state + label.journal, dtype=np.int32)
-    if len(record.sums) // SUM_BYTES == len(own):
-        return own
-    return np.concatenate([np.frombuffer(label.kv, dtype=np.int32), own])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +19,7 @@ from mamba_eagle.runner.pools import Pools
 from mamba_eagle.runner.ranks import Ranks
 from mamba_eagle.runner.tiers.copies import TierCopies
 from mamba_eagle.runner.tiers.disk import DiskUnits
+from mamba_eagle.runner.tiers.exports import ExportFiles
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots
 
 LAYOUT = 1  # of units, records and files; another number makes all folders foreign
@@ -67,24 +70,45 @@ def tier_copies(
         if units < least and (flag == "--host-cache-gb" or config.cache_dir):
             size = least * unit * config.num_ranks / 1e9
             raise ConfigError([f"{flag}: one state takes {size:.3f} of it: give more, or 0"])
+    exports = ExportFiles(partial(export_facts, config, slots, unit))
     if not config.cache_dir:
-        return TierCopies(slots, sizes, unit, place)
+        return TierCopies(slots, sizes, unit, place, exports=exports)
     disk = DiskUnits(config.cache_dir, fingerprint(config, slots), disk_units, unit)
     sizes = msgspec.structs.replace(sizes, disk_log=str(disk.log))
-    return TierCopies(slots, sizes, unit, place, disk)
+    return TierCopies(slots, sizes, unit, place, disk, exports)
 
 
 def fingerprint(config: EngineConfig, slots: DeviceSlots) -> str:
     """32 digits. Another model, drafter, dtype, layout or version has others: files are compared by
     name, size, time of change and samples of their bytes."""
     found = blake2b(digest_size=16)
-    layout = [[[str(part.tensor.dtype), part.slot_shape] for part in kind.parts] for kind in slots]
-    facts = [LAYOUT, version("mamba-eagle"), layout, [getattr(config, name) for name in SETTINGS]]
+    facts = [LAYOUT, version("mamba-eagle"), _layout(slots), [getattr(config, n) for n in SETTINGS]]
     found.update(json.dumps(facts).encode())
     for path in (config.model_path, config.speculative_draft_model_path):
         for file in _weight_files(path):
-            _add_file(found, file)
+            found.update(str(file.stat().st_mtime_ns).encode())
+            _add_file(found, file, SAMPLES)
     return found.hexdigest()
+
+
+def export_facts(config: EngineConfig, slots: DeviceSlots, unit_bytes: int) -> dict[str, Any]:
+    """What two servers must have in common for one to use what the other has computed. Files of
+    weights are compared by name, size and 4 KiB of each MiB: copies have other times."""
+    facts = {"version": version("mamba-eagle"), **{n: getattr(config, n) for n in SETTINGS}}
+    for name, path in (
+        ("model", config.model_path),
+        ("drafter", config.speculative_draft_model_path),
+    ):
+        found = blake2b(digest_size=16)
+        for file in _weight_files(path):
+            _add_file(found, file, max(SAMPLES, file.stat().st_size >> 20))
+        facts[name] = found.hexdigest()
+    layout = blake2b(json.dumps([LAYOUT, _layout(slots)]).encode(), digest_size=16)
+    return {**facts, "unit_bytes": unit_bytes, "layout": layout.hexdigest()}
+
+
+def _layout(slots: DeviceSlots) -> list[list[tuple[str, list[int]]]]:
+    return [[(str(part.tensor.dtype), part.slot_shape) for part in kind.parts] for kind in slots]
 
 
 def _weight_files(path: str) -> list[Path]:
@@ -95,10 +119,10 @@ def _weight_files(path: str) -> list[Path]:
     return sorted(file for pattern in patterns for file in folder.glob(pattern))
 
 
-def _add_file(found: blake2b, path: Path) -> None:
-    facts = path.stat()
-    found.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+def _add_file(found: blake2b, path: Path, samples: int) -> None:
+    size = path.stat().st_size
+    found.update(f"{path.name} {size}".encode())
     with path.open("rb") as file:
-        for sample in range(SAMPLES):
-            file.seek(sample * max(facts.st_size - SAMPLE, 0) // (SAMPLES - 1))
+        for sample in range(samples):
+            file.seek(sample * max(size - SAMPLE, 0) // (samples - 1))
             found.update(file.read(SAMPLE))

@@ -37,7 +37,7 @@ def neutral(name: str, remedy: str) -> tuple[Any, ...]:
 
 # Names and accounts, hints for caches, queues and logs, and places in a cluster of one server.
 HARMLESS = frozenset(
-    "user metadata user_id request_id session_id conversation_id service_tier safety_identifier "
+    "user metadata user_id request_id conversation_id service_tier safety_identifier "
     "prompt_cache_key prompt_cache_options prompt_cache_retention data_parallel_rank "
     "routed_dp_rank routing_key custom_labels external_trace_header kv_hints log_metrics no_logs "
     "received_time stream_interval".split()
@@ -56,7 +56,7 @@ REFUSED: Mapping[str, str] = {
         "prompts and outputs are computed by one server here; leave the field out",
     ),
     "extra_key": "send it as cache_salt",
-    "session_params": "this server keeps no sessions: send the whole prompt, the prefix is cached",
+    "session_params": "send the whole prompt, whose beginning is cached, and its session_id",
 }
 
 # ── of routes that sample ────────────────────────────────────────────────────────────────────

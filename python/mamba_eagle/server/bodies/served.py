@@ -26,6 +26,7 @@ TIMEOUT = kinds.number(0, MAX_TIMEOUT, above=0, must=SECONDS)
 PIN = kinds.number(0, MAX_PIN_SECONDS, must=f"must be 0 to {MAX_PIN_SECONDS}")
 PRIORITY = kinds.integer(-MAX_PRIORITY, MAX_PRIORITY)
 POSITIONS = kinds.integers("positions", MAX_CHECKPOINTS)
+SESSION = kinds.short(MAX_RID_LENGTH)
 SALT = kinds.short(MAX_CACHE_SALT, f"must have at most {MAX_CACHE_SALT} characters")
 Name = Annotated[str, kinds.short(MAX_RID_LENGTH)]
 ModelName = Annotated[str, kinds.short(MAX_MODEL_LENGTH)]
@@ -45,6 +46,11 @@ class Served(Body):
     )
     cache_salt: Annotated[str, SALT] = says("only requests of the same salt share a prefix", "")
     pin_seconds: Annotated[float, PIN] = says("how long the prompt is evicted last", 0.0)
+    session_id: Annotated[str, SESSION] = says(
+        "what the session's last request has run is evicted last while it is open "
+        "(`/open_session`); a name that is not open is let through",
+        "",
+    )
     checkpoint: Annotated[list[int], POSITIONS] = says("where the prompt's state is kept", [])
 
     def schedule(self, config: ServerConfig) -> dict[str, Any]:
@@ -76,7 +82,10 @@ class Served(Body):
                 "and the last one is always run",
             )
         return CacheHints(
-            salt=self.cache_salt, pin_seconds=self.pin_seconds, positions=sorted(set(positions))
+            salt=self.cache_salt,
+            pin_seconds=self.pin_seconds,
+            positions=sorted(set(positions)),
+            session=self.session_id,
         )
 
 

@@ -445,3 +445,19 @@ def test_no_more_than_half_can_be_pinned():
     assert cache.pin(nodes[2], [20], 9.0)
     assert not cache.pin(put(cache, [9] * 15), [15], 9.0), "55 of 100 KV slots"
     cache.check_integrity()
+
+
+def test_a_session_has_one_pin_which_moves_and_ends_with_it():
+    """What others have pinned of the same prefix stays pinned."""
+    cache = cache_of(state_slots=6, kv=100)
+    shallow = put(cache, [1] * 10, 10)
+    deep = put(cache, [1] * 20, 20)
+    assert cache.pin(shallow, [10], 9.0, "chat") and cache.pin(deep, [20], 9.0, "chat")
+    assert (cache.pins.kv, cache.pins.states) == (20, 1)
+    assert cache.pin(deep, [20], 9.0, "fork") and not cache.pin(deep, [20], 5.0), "60 of 100"
+    cache.pins.remove("chat")
+    assert (cache.pins.kv, deep.state_pins, shallow.pins) == (20, 1, 1)
+    cache.pins.remove("chat")  # nothing is left to end
+    cache.unpin(9.0)
+    assert (cache.pins.kv, cache.pins.states, deep.pins) == (0, 0, 0)
+    cache.check_integrity()

@@ -113,6 +113,7 @@ def test_the_description_is_whole_and_right_bodies_fit_it() -> None:
             bare = {"/start_weight_update", "/start_draft_weight_update"}
             bare |= {"/flush_cache", "/stop_profile", "/reset_prefix_cache", "/sleep", "/wake_up"}
             bare |= {"/v1/files", "/v1/batches/{id}/cancel"}  # a form, and nothing
+            bare |= {"/import_prefix"}  # bytes
             bare |= {"/pause", "/resume", "/continue_generation"}
             bare |= {"/get_weight_version", "/weight_version", "/update_weights_from_tensor"}
             assert served - set(BODIES) == bare  # no bodies

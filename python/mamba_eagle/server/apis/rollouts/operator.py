@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from mamba_eagle.message import Done, RankReply
+from mamba_eagle.message import Done, PrefixMoved, RankReply
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.origins import is_loopback
@@ -15,7 +15,7 @@ from mamba_eagle.server.state import ServerState, heard, server_state
 
 CHANGE_SECONDS = 1800.0  # that loading weights may take
 RANK_SECONDS = 3600.0  # that receiving or summing them may
-T = TypeVar("T", Done, list[RankReply])
+T = TypeVar("T", Done, PrefixMoved, list[RankReply])
 
 
 def operated(request: Request) -> ServerState:

@@ -1,0 +1,81 @@
+"""POST /export_prefix and /import_prefix: what the cache has of a prompt, from one server to
+another one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse
+
+from mamba_eagle.message import ExportPrefix, ImportPrefix
+from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
+from mamba_eagle.server.apis.rollouts.operator import answered, trusted
+from mamba_eagle.server.apis.sse import wait_for_success
+from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.state import ServerState
+
+MOVE_SECONDS = 600.0
+router = APIRouter()
+
+
+@router.post("/export_prefix", openapi_extra=takes(GenerateBody))
+async def export_prefix(request: Request) -> Response:
+    """Runs the prompt of a /generate body, without an output, and answers with what the cache has
+    of it, for /import_prefix. Takes the admin key, unless the server has none and listens to its
+    own machine alone."""
+    state = trusted(request)
+    job = await state.read(request, parse_generate)
+    prompt, *others = job.prompts
+    if others or prompt.n > 1 or prompt.adapter:
+        raise RequestError("/export_prefix takes one prompt and one sample, without an adapter")
+    _need_tier(state)
+    sampling = replace(prompt.sampling, max_new_tokens=0, min_new_tokens=0)
+    live = state.submit(job.rid, [replace(prompt, sampling=sampling)])
+    await wait_for_success(request, state.manager, live)
+    path = _new_file(state)
+    remove = BackgroundTask(path.unlink, missing_ok=True)
+    try:
+        asked = ExportPrefix(token_ids=prompt.token_ids, salt=prompt.cache.salt, path=str(path))
+        reply = await answered(state.manager.ask(asked, MOVE_SECONDS))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    headers = {"x-prefix-tokens": str(reply.tokens)}
+    kind = "application/octet-stream"
+    return FileResponse(path, media_type=kind, headers=headers, background=remove)
+
+
+@router.post("/import_prefix")
+async def import_prefix(request: Request) -> Response:
+    """Takes what /export_prefix of another server has answered into host memory: prompts that begin
+    with it need not run it again. Takes the admin key like that."""
+    state = trusted(request)
+    _need_tier(state)
+    path = _new_file(state)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            async for part in request.stream():
+                file.write(part)
+                if file.tell() > state.config.host_cache_bytes:
+                    raise RequestError("it is larger than --host-cache-gb", 413)
+        reply = await answered(state.manager.ask(ImportPrefix(path=str(path)), MOVE_SECONDS))
+    finally:
+        path.unlink(missing_ok=True)
+    return json_response({"success": True, "tokens": reply.tokens})
+
+
+def _need_tier(state: ServerState) -> None:
+    """Raises: RequestError 400"""
+    if not state.config.host_cache_gb or state.config.num_ranks > 1:
+        raise RequestError("this takes a server with --host-cache-gb, and with one rank")
+
+
+def _new_file(state: ServerState) -> Path:
+    """In the server's own folder, which ends with it."""
+    return Path(state.folder, f"prefix-{secrets.token_hex(12)}")
