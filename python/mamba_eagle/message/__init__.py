@@ -367,7 +367,6 @@ class PrefixMoved(Answer):
     """Answers an ExportPrefix or an ImportPrefix."""
 
     tokens: int = 0  # of the prefix; a prompt that begins with them need not run them again
-    problem: str = ""  # why nothing has moved
 
 
 class CacheNode(msgspec.Struct, kw_only=True):
