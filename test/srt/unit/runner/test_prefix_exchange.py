@@ -58,6 +58,22 @@ def decode(model: Path, head: Path) -> Sequential:
 
 
 @pytest.fixture(scope="module")
+def wary(model: Path, head: Path) -> Sequential:
+    """One that is sent what it must not take."""
+    return Sequential(TREE, model, head, host_cache_gb=0.02)
+
+
+def refusal(server: Sequential, path: Path) -> str:
+    """Why it did not take the file, which is counted and leaves nothing."""
+    use = server.engine.scheduler.cache_use
+    before = use().lost_copies["other"]
+    reply = imported(server, path)
+    assert use().lost_copies["other"] == before + 1 and not reply.tokens
+    assert server.engine.scheduler.state()["num_host_tokens"] == 0
+    return reply.problem
+
+
+@pytest.fixture(scope="module")
 def file(prefill: Sequential, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export") / "prefix"
     assert exported(prefill, path) == PrefixMoved(call_id=1, tokens=len(PROMPT) - 1)
@@ -118,26 +134,22 @@ def damaged(data: bytes, how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["torn", "changed-unit", "changed-record", "foreign", "empty"])
 def test_what_is_torn_or_changed_is_ignored_and_counted(
-    file: Path, decode: Sequential, tmp_path: Path, how: str
+    file: Path, wary: Sequential, tmp_path: Path, how: str
 ) -> None:
     path = tmp_path / "prefix"
     path.write_bytes(damaged(file.read_bytes(), how))
-    reply = imported(decode, path)
-    assert reply.problem and not reply.tokens
-    assert decode.engine.scheduler.cache_use().lost_copies["other"] == 1
-    assert decode.serve(PROMPT, ONLY_PROMPT).cached == 0
+    assert refusal(wary, path)
 
 
 @pytest.mark.parametrize("name", ["version", "dtype", "model", "drafter", "layout"])
 def test_another_model_dtype_or_version_is_refused_by_its_name(
-    file: Path, decode: Sequential, tmp_path: Path, name: str
+    file: Path, wary: Sequential, tmp_path: Path, name: str
 ) -> None:
     facts, rest = file.read_bytes().split(b"\n", 1)
     other = {**msgspec.json.decode(facts), name: "other"}
     path = tmp_path / "prefix"
     path.write_bytes(msgspec.json.encode(other) + b"\n" + rest)
-    assert imported(decode, path).problem.startswith(f"{name}: 'other' there, ")
-    assert decode.serve(PROMPT, ONLY_PROMPT).cached == 0
+    assert refusal(wary, path).startswith(f"{name}: 'other' there, ")
 
 
 def test_copies_of_a_model_are_the_same_and_others_are_not(
