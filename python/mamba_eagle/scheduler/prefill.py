@@ -264,6 +264,7 @@ class PrefillManager:
             return_spec_trace=request.return_spec_trace,
             pooling=request.pooling,
             adapter=self.adapters.slot_of(request.adapter),
+            return_hidden_states=request.return_hidden_states,
             return_routed_experts=request.return_routed_experts,
         )
         if start > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -41,6 +42,7 @@ class Request:
         self.token_ids_logprob = message.token_ids_logprob
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
+        self.return_hidden_states = message.return_hidden_states
         self.return_routed_experts = message.return_routed_experts
         self._pooling = message.pooling
         self.cache_hints = message.cache
@@ -199,6 +201,7 @@ class Request:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprob] | None = None,
         trace: StepTrace | None = None,
+        hidden: Sequence[bytes] = (),
     ) -> RequestOutput:
         """What the client gets now; logprobs and embedding of the prompt go with the first
         call."""
@@ -223,6 +226,7 @@ class Request:
             trace=trace,
             embedding=embedding,
             experts=experts,
+            hidden=list(hidden),
             weight_version=self.weight_version,
         )
 

@@ -65,6 +65,7 @@ def _generate(sample: Sample) -> Generate:
         token_ids_logprob=prompt.token_ids_logprob,
         return_spec_trace=prompt.return_spec_trace,
         pooling=prompt.pooling,
+        return_hidden_states=prompt.return_hidden_states,
         return_routed_experts=prompt.return_routed_experts,
         adapter=prompt.adapter,
         cache=prompt.cache,

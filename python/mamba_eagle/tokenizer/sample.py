@@ -28,6 +28,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int] = []
     return_spec_trace: bool = False
     pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
+    return_hidden_states: bool = False
     return_routed_experts: bool = False
     adapter: str = ""  # the name of a loaded one
     cache: CacheHints = CacheHints()
@@ -72,6 +73,7 @@ class Sample:
         # Those that no one has taken yet: a reply keeps them in a smaller form.
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
+        self.hidden: list[bytes] = []  # as in RequestOutput, likewise
         self.traces: list[StepTrace] = []
         self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
         self.embedding = b""  # float32, little-endian
@@ -104,12 +106,16 @@ class Sample:
             self._experts[place : place + len(part.experts)] = part.experts
         if output.embedding:
             self.embedding = output.embedding
+        if not output.token_ids:
+            self.hidden += output.hidden
         finish = output.finish
         final = len(output.token_ids) - 1 if finish is not None and finish.kind == "stop" else -1
         for position, token in enumerate(output.token_ids):
             self.output_ids.append(token)
             if output.logprobs:
                 self.logprobs.append(output.logprobs[position])
+            if output.hidden:
+                self.hidden.append(output.hidden[position])
             if position == final and not self.prompt.sampling.no_stop_trim:
                 break  # a stop token is counted, but is not part of the text
             if self._detokenizer is not None and self._add_text(self._detokenizer.push(token)):

@@ -65,6 +65,9 @@ class GenerateBody(Served):
     )
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
+    return_hidden_states: Annotated[Any, FLAGS] = says(
+        "the hidden states that the output was sampled from"
+    )
     return_routed_experts: Annotated[Any, FLAGS] = says(
         "the experts of each token, with `--enable-return-routed-experts`"
     )
@@ -115,6 +118,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 token_ids=token_ids,
                 sample_rids=sample_rids,
                 return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
+                return_hidden_states=bool(_own(body, "return_hidden_states", kinds.FLAG, i, count)),
                 return_routed_experts=_asks_for_experts(body, i, count, state),
                 adapter=_read_adapter(body, i, count, state),
                 cache=body.cache_hints(len(token_ids)),

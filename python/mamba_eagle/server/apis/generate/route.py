@@ -38,10 +38,10 @@ async def generate(request: Request) -> Response:
         return EventStream(events, lambda: state.manager.release(live), keep_alive)
 
     def take(sample: Sample) -> None:
-        replies[sample.index].take_logprobs()
+        replies[sample.index].take()
 
-    wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
-    if not await wait_for_success(request, state.manager, live, take if wants_logprobs else None):
+    much = any(prompt.return_logprob or prompt.return_hidden_states for prompt in job.prompts)
+    if not await wait_for_success(request, state.manager, live, take if much else None):
         return Response(status_code=499)  # the client has left
     parts = await json_parts([reply.as_dict for reply in replies])
     return json_response(parts if job.as_list else parts[0])
