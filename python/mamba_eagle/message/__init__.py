@@ -60,6 +60,7 @@ class Generate(Message):
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+    routed_experts_start: int = 0  # position of the first token whose experts are read
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
     priority: int = 0

@@ -44,6 +44,7 @@ class Request:
         self.return_spec_trace = message.return_spec_trace
         self.return_hidden_states = message.return_hidden_states
         self.return_routed_experts = message.return_routed_experts
+        self.routed_experts_start = message.routed_experts_start
         self._pooling = message.pooling
         self.cache_hints = message.cache
         self.adapter = adapter
@@ -107,10 +108,13 @@ class Request:
     def hit_limit(self) -> int:
         """The deepest position at which prefill may start: at least one token is processed, and
         so are those whose logits give the logprobs of the prompt that were asked for, and all of
-        a mean or of experts: the cache keeps states, not what was computed on the way to them."""
-        if self.pooling == "mean" or (self.return_routed_experts and self.num_output == 0):
+        a mean, or whose experts are asked for: the cache keeps states, not what was computed on
+        the way to them."""
+        if self.pooling == "mean":
             return 0
         limit = len(self.to_prefill) - 1
+        if self.return_routed_experts and self.num_output == 0:
+            limit = min(limit, self.routed_experts_start)
         if self.wants_input_logprobs:
             limit = min(limit, max(self.logprob_start - 1, 0))
         return limit

@@ -67,6 +67,7 @@ def _generate(sample: Sample) -> Generate:
         pooling=prompt.pooling,
         return_hidden_states=prompt.return_hidden_states,
         return_routed_experts=prompt.return_routed_experts,
+        routed_experts_start=prompt.routed_experts_start,
         adapter=prompt.adapter,
         cache=prompt.cache,
         priority=prompt.priority,

@@ -30,6 +30,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+    routed_experts_start: int = 0  # position of the first token whose experts are returned
     adapter: str = ""  # the name of a loaded one
     cache: CacheHints = CacheHints()
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
@@ -78,7 +79,7 @@ class Sample:
         self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
         self.embedding = b""  # float32, little-endian
         self._experts = bytearray()  # [tokens, layers, k] int32
-        self._experts_width = 0  # bytes per token
+        self.experts_width = 0  # bytes per token
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
@@ -101,9 +102,11 @@ class Sample:
         if output.trace is not None:
             self.traces.append(output.trace)
         for part in output.experts:
-            width = self._experts_width = len(part.experts) // part.count
-            place = part.start * width
-            self._experts[place : place + len(part.experts)] = part.experts
+            width = self.experts_width = len(part.experts) // part.count
+            place = (part.start - self.prompt.routed_experts_start) * width
+            kept = part.experts[max(-place, 0) :]
+            place = max(place, 0)
+            self._experts[place : place + len(kept)] = kept
         if output.embedding:
             self.embedding = output.embedding
         if not output.token_ids:
@@ -163,9 +166,11 @@ class Sample:
 
     @property
     def routed_experts(self) -> bytes:
-        """Of all tokens but the last, which the model has not read: int32 [tokens, layers, k]."""
-        count = len(self.prompt.token_ids) + len(self.output_ids) - 1
-        return bytes(self._experts[: max(count, 0) * self._experts_width])
+        """From ``routed_experts_start`` on, of all tokens but the last, which the model has not
+        read: int32 [tokens, layers, k]."""
+        prompt = self.prompt
+        count = len(prompt.token_ids) - prompt.routed_experts_start + len(self.output_ids) - 1
+        return bytes(self._experts[: max(count, 0) * self.experts_width])
 
     @property
     def versions(self) -> list[VersionSpan]:

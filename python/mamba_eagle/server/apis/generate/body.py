@@ -71,6 +71,9 @@ class GenerateBody(Served):
     return_routed_experts: Annotated[Any, FLAGS] = says(
         "the experts of each token, with `--enable-return-routed-experts`"
     )
+    routed_experts_start_len: Annotated[Any, INTEGERS] = says(
+        "the first token whose experts are returned; the prompt before it may come from the cache"
+    )
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
     HARMLESS = frozenset(("model",))  # gateways add "unknown"; lora_path chooses here
@@ -120,6 +123,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
                 return_hidden_states=bool(_own(body, "return_hidden_states", kinds.FLAG, i, count)),
                 return_routed_experts=_asks_for_experts(body, i, count, state),
+                routed_experts_start=_experts_start(body, i, count, len(token_ids)),
                 adapter=_read_adapter(body, i, count, state),
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
@@ -280,6 +284,14 @@ def _asks_for_experts(body: GenerateBody, i: int, count: int, state: ServerState
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
     return asks
+
+
+def _experts_start(body: GenerateBody, i: int, count: int, prompt_length: int) -> int:
+    name = "routed_experts_start_len"
+    start = _own(body, name, kinds.INTEGER_KIND, i, count) or 0
+    if not 0 <= start <= prompt_length:
+        raise RequestError.about(name, start, f"must be between 0 and {prompt_length}")
+    return int(start)
 
 
 def _read_logprobs(
