@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from numba import config
+import numba
 from numba.core import event
 
 log = logging.getLogger("mamba_eagle")
@@ -42,7 +42,7 @@ class Progress(event.Listener):
             log.info(
                 "compiling kernels for this processor, for a minute or two; %s keeps them for "
                 "later starts",
-                config.CACHE_DIR,
+                numba.config.CACHE_DIR,  # type: ignore[attr-defined]
             )
         elif now - self._said >= self.SECONDS:
             self._said = now
