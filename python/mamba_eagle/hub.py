@@ -39,7 +39,12 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
     if folder.is_dir():
         described = ("config.json",) if weights else ("config.json", "tokenizer.json")
         is_checkpoint = any((folder / name).is_file() for name in described)
-        return folder if is_checkpoint else _only_gguf(folder) or folder
+        found = folder if is_checkpoint else _only_gguf(folder)
+        if found is None and weights:
+            raise NotFound(
+                "the folder has neither config.json nor a GGUF file; give a checkpoint's"
+            )
+        return found or folder
     if is_gguf(path) and folder.is_file():
         return folder
     form = FILE_OF_NAME if is_gguf(path) else NAME
@@ -48,8 +53,8 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
         raise NotFound(
             f"no such {missing}; give a checkpoint's folder, a GGUF file or a Hugging Face name"
         )
-    if found := FILE_OF_NAME.fullmatch(path):
-        return _fetched(path, revision, lambda local: _gguf_of(found, revision, local))
+    if named := FILE_OF_NAME.fullmatch(path):
+        return _fetched(path, revision, lambda local: _gguf_of(named, revision, local))
     from huggingface_hub import snapshot_download
 
     def snapshot(local_files_only: bool) -> Path:

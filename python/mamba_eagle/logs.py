@@ -27,6 +27,8 @@ def set_up(level: str, kind: str, role: str) -> None:
             logging.Formatter(f"[%(asctime)s {role}] %(levelname)s %(name)s: %(message)s")
         )
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level == "info":
+        logging.getLogger("torch").setLevel(logging.WARNING)  # at its end it sums up its caches
 
 
 def _bring_in_the_rest() -> None:

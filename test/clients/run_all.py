@@ -32,10 +32,6 @@ from mamba_eagle.embedded import EMBEDDED_MODEL
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))  # the folder of benchmark/
 
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))  # the folder of benchmark/
-
 from benchmark.lib.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm  # noqa: E402
 
 MODEL = "mamba2-math-6m"

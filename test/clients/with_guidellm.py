@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checks import ASSETS, BASE_URL, MODEL, TOKENIZER, check, equal, run
 
-REQUESTS = 10
+REQUESTS = 20
 NEW_TOKENS = 32
 
 

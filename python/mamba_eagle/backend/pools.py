@@ -177,6 +177,7 @@ class RequestTable:
         self.token_ids_logprob: list[list[int]] = [[]] * R
         self.logprob_temperature = [1.0] * R
         self.wants_trace = [False] * R
+        self.wants_hidden = [0] * R  # how many columns of features, from the first on, are returned
 
     def set_stop_tokens(
         self, slot: int, tokens: frozenset[int], to_device: Callable[[Sequence], Tensor]

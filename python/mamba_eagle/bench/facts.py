@@ -17,18 +17,20 @@ COPIED_BYTES = 2**31
 
 
 def facts(device: str = "auto") -> dict[str, Any]:
-    """The fields at the end of each line of benchmark/results: gpu (or CPU), copy_tb_s, torch,
-    triton, commit, date.
+    """The fields at the end of each line of benchmark/results: gpu (or CPU), copy_tb_s, driver,
+    torch, triton, commit, date.
 
     Takes 4 GiB of a GPU's memory for a moment, to time its copies. ``device`` as in --device.
     """
-    name, copied = hardware(device), None
+    name, copied, driver = hardware(device), None, None
     if name != cpu_model():
         copied = round(copy_tb_s(), 3)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         torch.cuda.empty_cache()  # others need that memory, in this process or not
     return {
         "gpu": name,
         "copy_tb_s": copied,
+        "driver": driver.partition("\n")[0] if driver else None,
         "torch": version("torch"),
         "triton": version("triton"),
         "commit": commit(),
@@ -45,12 +47,17 @@ def commit() -> str:
     if given := os.environ.get("COMMIT"):
         return given
     here = Path(__file__).resolve().parent
+    name = ("git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12")
+    return _output(*name) or "unknown"
+
+
+def _output(*command: str) -> str:
+    """What a program prints; "" if it cannot be run."""
     try:
-        name = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
-        run = subprocess.run(name, capture_output=True, text=True, timeout=10, check=True)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return run.stdout.strip() or "unknown"
+        return ""
+    return run.stdout.strip()
 
 
 def version(package: str) -> str | None:

@@ -73,6 +73,7 @@ class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids_logprob: list[int] = []  # tokens whose logprobs are wanted at each position
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
+    return_hidden_states: bool = False
     return_routed_experts: bool = False
 
 
@@ -83,6 +84,7 @@ class Prompt(Returned, kw_only=True):
     token_ids: list[int]
     sampling: SamplingParams
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
+    routed_experts_start: int = 0  # position of the first token whose experts are read
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
     priority: int = 0  # higher ones first
@@ -326,6 +328,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     embedding: bytes = b""  # with the first output, if requested: float32, little-endian
     weight_version: str = DEFAULT_VERSION  # of the weights that made token_ids
     experts: list[RoutedExperts] = []  # of tokens that the target has processed, if requested
+    hidden: list[bytes] = []  # if requested, what each of token_ids was sampled from: a hidden
+    # state after the final norm, float32, little-endian; of a prompt alone: its last token's
 
 
 class Outputs(Message):
@@ -646,6 +650,7 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     problem: str = ""  # what the request's grammar says if none could be sampled
     embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
     experts: bytes = b""  # of the chunk's tokens, if requested, as in RoutedExperts
+    hidden: list[bytes] = []  # of the last chunk's last token, if requested, as in RequestOutput
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -661,6 +666,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] = []  # one per token, if requested
     trace: StepTrace | None = None  # if requested
     experts: bytes = b""  # of the accepted nodes, if requested, as in RoutedExperts
+    hidden: list[bytes] = []  # one per node, if requested, as in RequestOutput
     problem: str = ""  # what the request's grammar says if no token could be sampled
 
 

@@ -253,6 +253,7 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
             "pp_size": ranks.stages.size,
             # of all ranks together
             **dict(zip(sizes, ranks.total(list(sizes.values())))),
+            "layers": len(model.config.blocks),
             "rows_per_request": memory.rows,
             "pointwise_ops": backend.layer_ops.name,
             "sums": ranks.group.sums.text,

@@ -66,6 +66,10 @@ class Compilations:
     def _listen_to_numba(self) -> None:
         from numba.core import event
 
+        from mamba_eagle.compile_progress import PROGRESS
+
+        PROGRESS.begin_serving()
+        self._stop.append(PROGRESS.end_serving)
         compiled = self.compiled
 
         class Listener(event.Listener):

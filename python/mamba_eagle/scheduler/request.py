@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -98,10 +99,13 @@ class Request:
     def hit_limit(self) -> int:
         """The deepest position at which prefill may start: at least one token is processed, and
         so are those whose logits give the logprobs of the prompt that were asked for, and all of
-        a mean or of experts: the cache keeps states, not what was computed on the way to them."""
-        if self.pooling == "mean" or (self.asked.return_routed_experts and self.num_output == 0):
+        a mean, or whose experts are asked for: the cache keeps states, not what was computed on
+        the way to them."""
+        if self.pooling == "mean":
             return 0
         limit = len(self.to_prefill) - 1
+        if self.asked.return_routed_experts and self.num_output == 0:
+            limit = min(limit, self.asked.routed_experts_start)
         if self.wants_input_logprobs:
             limit = min(limit, max(self.asked.logprob_start - 1, 0))
         return limit
@@ -193,6 +197,7 @@ class Request:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprob] | None = None,
         trace: StepTrace | None = None,
+        hidden: Sequence[bytes] = (),
     ) -> RequestOutput:
         """What the client gets now; logprobs and embedding of the prompt go with the first
         call."""
@@ -217,6 +222,7 @@ class Request:
             trace=trace,
             embedding=embedding,
             experts=experts,
+            hidden=list(hidden),
             weight_version=self.weight_version,
         )
 

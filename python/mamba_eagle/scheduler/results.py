@@ -58,6 +58,8 @@ def decode_problem(
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
     if request.asked.return_logprob and len(result.logprobs) != len(tokens):
         return f"the runner returned {len(result.logprobs)} logprobs for {len(tokens)} tokens"
+    if request.asked.return_hidden_states and len(result.hidden) != len(tokens):
+        return f"the runner returned {len(result.hidden)} hidden states for {len(tokens)} tokens"
     return _token_problem(request, tokens, vocab_size)
 
 

@@ -66,7 +66,8 @@ class StepResults:
                 else:
                     self._count_step(request, walk, plan.choice.shape)
                     request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
-                    outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
+                    told = (walk.logprobs, walk.trace, walk.hidden)
+                    outputs.append(self._accept(request, walk.tokens, *told))
         if outcomes:
             self._learn(plan.choice, outcomes, result)
         return outputs
@@ -86,9 +87,9 @@ class StepResults:
             return []
         request.embedding = result.embedding
         if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
-            return [self._accept(request, [], [], None)]
+            return [self._accept(request, [], [], None, result.hidden)]
         logprobs = [result.logprob] if result.logprob is not None else []
-        return [self._accept(request, [result.token], logprobs, None)]
+        return [self._accept(request, [result.token], logprobs, None, result.hidden)]
 
     def _settle(self, item: DecodeItem, walk: DecodeResult) -> str:
         """Books the nodes that a request accepted. Returns what is wrong with the result, if
@@ -106,11 +107,12 @@ class StepResults:
         tokens: list[int],
         logprobs: list[TokenLogprob],
         trace: StepTrace | None,
+        hidden: list[bytes],
     ) -> RequestOutput:
         request.accept(tokens)
         if request.finish is not None:
             self._forget(request)
-        return request.output(tokens, logprobs, trace)
+        return request.output(tokens, logprobs, trace, hidden)
 
     def fail(self, request: Request, problem: str, in_grammar: str) -> RequestOutput:
         """The runner's result cannot be: this request ends with an error of its own.

@@ -57,11 +57,12 @@ class Sample:
         # Those that no one has taken yet: a reply keeps them in a smaller form.
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
+        self.hidden: list[bytes] = []  # as in RequestOutput, likewise
         self.traces: list[StepTrace] = []
         self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
         self.embedding = b""  # float32, little-endian
         self._experts = bytearray()  # [tokens, layers, k] int32
-        self._experts_width = 0  # bytes per token
+        self.experts_width = 0  # bytes per token
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
@@ -84,17 +85,23 @@ class Sample:
         if output.trace is not None:
             self.traces.append(output.trace)
         for part in output.experts:
-            width = self._experts_width = len(part.experts) // part.count
-            place = part.start * width
-            self._experts[place : place + len(part.experts)] = part.experts
+            width = self.experts_width = len(part.experts) // part.count
+            place = (part.start - self.prompt.routed_experts_start) * width
+            kept = part.experts[max(-place, 0) :]
+            place = max(place, 0)
+            self._experts[place : place + len(kept)] = kept
         if output.embedding:
             self.embedding = output.embedding
+        if not output.token_ids:
+            self.hidden += output.hidden
         finish = output.finish
         final = len(output.token_ids) - 1 if finish is not None and finish.kind == "stop" else -1
         for position, token in enumerate(output.token_ids):
             self.output_ids.append(token)
             if output.logprobs:
                 self.logprobs.append(output.logprobs[position])
+            if output.hidden:
+                self.hidden.append(output.hidden[position])
             if position == final and not self.prompt.sampling.no_stop_trim:
                 break  # a stop token is counted, but is not part of the text
             if self._detokenizer is not None and self._add_text(self._detokenizer.push(token)):
@@ -142,9 +149,11 @@ class Sample:
 
     @property
     def routed_experts(self) -> bytes:
-        """Of all tokens but the last, which the model has not read: int32 [tokens, layers, k]."""
-        count = len(self.prompt.token_ids) + len(self.output_ids) - 1
-        return bytes(self._experts[: max(count, 0) * self._experts_width])
+        """From ``routed_experts_start`` on, of all tokens but the last, which the model has not
+        read: int32 [tokens, layers, k]."""
+        prompt = self.prompt
+        count = len(prompt.token_ids) - prompt.routed_experts_start + len(self.output_ids) - 1
+        return bytes(self._experts[: max(count, 0) * self.experts_width])
 
     @property
     def versions(self) -> list[VersionSpan]:

@@ -285,6 +285,8 @@ def test_names_come_from_the_local_cache_and_are_refused_clearly(
         resolve(EngineConfig(model_path="someone/else"))
     with pytest.raises(ConfigError, match="--model-path /not/there: no such folder; give"):
         resolve(EngineConfig(model_path="/not/there"))
+    with pytest.raises(ConfigError, match="--model-path .*: the folder has neither config.json"):
+        resolve(EngineConfig(model_path=str(refs)))
 
 
 def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_exact() -> None:

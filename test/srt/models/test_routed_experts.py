@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +108,23 @@ def test_replies_carry_them_for_cached_prompts_too(tmp_path: Path) -> None:
     with Engine(str(tmp_path / "model"), enable_return_routed_experts=True, **both) as engine:
         first, again = (engine.generate(**asked)["meta_info"] for _ in range(2))
         plain = engine.generate(input_ids=PROMPTS[0], sampling_params=params)["meta_info"]
+        later = engine.generate(**asked, routed_experts_start_len=30)["meta_info"]
+        as_vllm = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True}
+        body = {
+            "token_ids": PROMPTS[0],
+            "sampling_params": {**as_vllm, "routed_experts_prompt_start": 30},
+        }
+        of_ids = asyncio.run(engine.async_post("/inference/v1/generate", body)).body
     assert plain["cached_tokens"] > 0 and "routed_experts" not in plain
     found = np.frombuffer(base64.b64decode(first["routed_experts"]), dtype="<i4")
     layers = found.reshape(len(PROMPTS[0]) + 8, 4, 3)
     assert layers[:, 0].any(1).all() and not layers[:, 1].any(), "layer 1 has no experts"
     assert again["routed_experts"] == first["routed_experts"] and again["cached_tokens"] == 0
+    assert later["cached_tokens"] > 0
+    assert base64.b64decode(later["routed_experts"]) == layers[30:].tobytes()
+    experts = np.load(io.BytesIO(base64.b64decode(of_ids["choices"][0]["routed_experts"])))
+    assert of_ids["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert np.array_equal(experts, layers[30:])
     with (
         Engine(str(tmp_path / "model"), **both) as engine,
         pytest.raises(EngineError, match="--enable-return-routed-experts"),

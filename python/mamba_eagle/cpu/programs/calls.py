@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.compile_progress import PROGRESS
 from mamba_eagle.cpu.abi import CallRow
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.team import Program
@@ -46,9 +47,8 @@ class Call:
 
     def __init__(self, kernel: SpanKernel, block: Any, **columns: int) -> None:
         """columns: those of ``CallRow``."""
-        kernel.prepare()
         self.kernel, self.block = kernel, block
-        self.row = CallRow(function=kernel.address, arguments=block.address, **columns)
+        self.row = CallRow(arguments=block.address, **columns)
         self.scratch: list[tuple[Any, str, str, int]] = []
         self.kept: list[Any] = []
 
@@ -68,5 +68,13 @@ class Call:
         self.block.point(**arrays)
 
 
-def program_of(calls: Sequence[Call]) -> Program:
+def program_of(name: str, calls: Sequence[Call]) -> Program:
+    """Its kernels are compiled, or loaded from Numba's cache. name: for the log."""
+    kernels = list(dict.fromkeys(call.kernel for call in calls))
+    for number, kernel in enumerate(kernels, 1):
+        PROGRESS.what = f"{name}, kernel {number} of {len(kernels)}"
+        kernel.prepare()
+    PROGRESS.what = "kernels"
+    for call in calls:
+        call.row.function = call.kernel.address
     return Program([call.row for call in calls])

@@ -74,9 +74,10 @@ class DraftProgram:
         take, lanes, select = map(self._alone, (spans.TAKE, spans.LANES, spans.SELECT))
         self.scratch = self.builder.scratch
         self.calls = [*self.builder.calls, take, lanes, select]  # programs know their addresses
-        self.select, self.root = program_of([select]), program_of(outputs)
-        self.entries = program_of([take, *entry])
-        self.lanes = program_of([lanes, *entry, *outputs])
+        self.select = program_of("the choice of drafts", [select])
+        self.root = program_of("the drafter's outputs", outputs)
+        self.entries = program_of("the drafter's entries", [take, *entry])
+        self.lanes = program_of("the drafter's depths", [lanes, *entry, *outputs])
         deeper = [self.lanes] * (pools.shape.depth - 1)
         doubts = self.drafts.address + abi.Drafts.doubts.offset
         self.depths = Series([self.entries, self.root, *deeper], doubts)

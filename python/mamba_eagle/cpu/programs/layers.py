@@ -251,7 +251,7 @@ class FusedRun:
         self.scratch.grow(rows)
         for call in self.calls:
             call.place(self.scratch)
-        self.program = program_of(self.calls)
+        self.program = program_of("layers of a step", self.calls)
 
 
 class SingleLayer:

@@ -98,7 +98,7 @@ class PromptRun:
 
     def __init__(self, builder: PromptBuilder) -> None:
         self.frame, self.scratch, self.calls = builder.frame, builder.scratch, builder.calls
-        self.program = program_of(self.calls)
+        self.program = program_of("layers of a prompt", self.calls)
         self._blocks: Any = None  # those of the scratch that the calls know
 
     def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:

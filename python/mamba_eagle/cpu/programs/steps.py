@@ -98,9 +98,9 @@ class TargetProgram:
         self.logits.scratch = [at for at in self.logits.scratch if at[1] not in named]
         del build.scratch.wanted["logits"]
         self.width = width_of(parts.logits)
-        self.program = program_of(build.calls)
+        self.program = program_of("the model's step", build.calls)
         self._commit = self._alone(spans.COMMIT)
-        self.committing = program_of([self._commit])
+        self.committing = program_of("accepted tokens", [self._commit])
 
     # ── the calls ──
 

@@ -13,6 +13,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
+from mamba_eagle.runner.steps import pooling
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
 from mamba_eagle.runner.steps.routing import as_bytes
@@ -47,6 +48,7 @@ class PendingDecode:
             whole = torch.cat([parts[0][:, None], parts[1][:, None], *parts[2:]], dim=1)
             self.numbers = place.to_host(whole)
         self.logprobs: dict[int, Logprobs] = {}
+        self.hidden: dict[int, Tensor] = {}  # [nodes, hidden_size]
         self.tree: Tree | None = None
         self.traced = [table.wants_trace[slot] for slot in batch.slots]
         for i, slot in enumerate(batch.slots):
@@ -54,6 +56,9 @@ class PendingDecode:
                 logits = verified.logits[i, accepted.nodes[i]]
                 tokens = accepted.tokens[i]
                 self.logprobs[i] = output_logprobs(chooser, table, slot, logits, tokens)
+            if columns := table.wants_hidden[slot]:
+                read = verified.features[i, accepted.nodes[i], :columns]
+                self.hidden[i] = place.to_host(read.float())
         if any(self.traced):
             self.tree = Tree(*(place.to_host(part) for part in verified.tree))
 
@@ -66,6 +71,8 @@ class PendingDecode:
                 result.problem = self.marks.problems.get(i, "")
             if n and i in self.logprobs:
                 result.logprobs = self.logprobs[i].read(n)
+            if n and i in self.hidden:
+                result.hidden = [pooling.as_bytes(row) for row in self.hidden[i][:n]]
             if n and self.traced[i]:
                 assert self.tree is not None
                 refused = self.marks.refused.get(i, [])

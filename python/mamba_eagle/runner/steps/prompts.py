@@ -70,6 +70,7 @@ class PendingPrefill:
     marks: Marks = Marks({}, {})  # of the grammars, by index in first_tokens
     embeddings: dict[int, Tensor] = field(default_factory=dict)  # [hidden_size], by index in items
     experts: dict[int, Tensor] = field(default_factory=dict)  # by index in items
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [hidden_size], as first_logprobs
     # what ``PromptRunner.finish`` needs: the finished prompts, and the features of all parts
     finished: Sequence[PrefillPart] = ()
     features: Tensor | None = None
@@ -91,6 +92,8 @@ class PendingPrefill:
                     result.problem = self.marks.problems.get(finished, "")
                 if finished in self.first_logprobs:
                     result.logprob = self.first_logprobs[finished].read()[0]
+                if finished in self.hidden:
+                    result.hidden = [as_bytes(self.hidden[finished])]
                 finished += 1
             if i in self.embeddings:
                 result.embedding = as_bytes(self.embeddings[i])
@@ -305,6 +308,8 @@ class PromptRunner:
         table.token_ids_logprob[slot] = first.token_ids_logprob
         table.logprob_temperature[slot] = first.logprob_temperature
         table.wants_trace[slot] = first.return_spec_trace
+        hidden_size = self.step.model.config.hidden_size
+        table.wants_hidden[slot] = hidden_size if first.return_hidden_states else 0
         self.step.adapters.admit(slot, first.adapter)
         self.pooling.admit(slot, first.pooling)
         self.step.routing.admit(slot, first.return_routed_experts)
@@ -358,6 +363,8 @@ class PromptRunner:
             )
         pending.first_tokens, pending.marks = self.place.to_host(sampled), marks
         for i, part in enumerate(parts):
+            if columns := table.wants_hidden[part.item.slot]:
+                pending.hidden[i] = self.place.to_host(last_features[i, :columns].float())
             if table.wants_logprobs[part.item.slot]:
                 pending.first_logprobs[i] = output_logprobs(
                     self.step.chooser, table, part.item.slot, logits[i : i + 1], tokens[i : i + 1]

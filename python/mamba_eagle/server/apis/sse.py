@@ -87,12 +87,14 @@ async def wait_until_done(
 ) -> None:
     """Returns at the end of the request.
 
-    take: called now and then for a sample that has new logprobs, and at its end.
+    take: called now and then for a sample that has new logprobs or hidden states, and at
+        its end.
     Raises: RequestError 499 if the client left; then the request is aborted.
     """
-    wants_logprobs = any(sample.prompt.return_logprob for sample in live.samples)
+    prompts = (sample.prompt for sample in live.samples)
+    much = any(prompt.return_logprob or prompt.return_hidden_states for prompt in prompts)
     try:
-        work = _take_all(live, take) if take and wants_logprobs else live.done.wait()
+        work = _take_all(live, take) if take and much else live.done.wait()
         if await unless_gone(request, work) is None:
             raise RequestError("the client has left", 499)
     finally:

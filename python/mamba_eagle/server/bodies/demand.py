@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import (
+    MAX_HIDDEN_STATES,
     MAX_INPUT_LOGPROBS,
     MAX_LOGPROBS,
     MAX_PROMPT_TOKENS,
@@ -39,7 +40,19 @@ def check_demand(
             "lower n",
             param="logit_bias",
         )
+    states = sum(p.n * _output(p, context_length) for p in prompts if p.return_hidden_states)
+    if states > MAX_HIDDEN_STATES:
+        raise RequestError(
+            f"return_hidden_states: all samples have up to {states} tokens together, more than the "
+            f"limit of {MAX_HIDDEN_STATES}: lower max_new_tokens or n",
+            param="return_hidden_states",
+        )
     _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
+
+
+def _output(prompt: PromptRequest, context_length: int) -> int:
+    """The most tokens that a sample can have."""
+    return min(prompt.sampling.max_new_tokens, context_length - len(prompt.token_ids))
 
 
 def _entries(sampling: SamplingParams) -> int:
@@ -63,8 +76,7 @@ def _check_logprobs(
                 f"fewer positions (logprob_start_len) or a lower {top}",
                 param=top,
             )
-        new_tokens = min(prompt.sampling.max_new_tokens, context_length - length)
-        total += prompt.n * (wanted + new_tokens * best)
+        total += prompt.n * (wanted + _output(prompt, context_length) * best)
     if total > MAX_LOGPROBS:
         raise RequestError(
             f"{top}: tokens of all samples with their best ones are up to {total} logprobs, more "

@@ -72,7 +72,7 @@ SAMPLING: Mapping[str, str] = {
         "return_routed_experts return_sampling_mask return_indexer_topk return_entropy".split(),
         "only tokens and their logprobs are returned here; leave the field out",
     ),
-    "return_hidden_states": "/v1/embeddings gives the hidden state of a prompt's end; leave it out",
+    "return_hidden_states": "send it to /generate",
     "logprob_token_ids": "send token_ids_logprob to /generate",
     "token_ids_logprob": "send it to /generate",
     "stop_regex": NOT_HERE,

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from mamba_eagle.compile_progress import PROGRESS
 from mamba_eagle.machine_code import (
     KEPT_SECONDS,
     PACKAGE,
     SOURCES,
     cache_folder,
+    numba,
     own_cache_folder,
 )
 
@@ -92,3 +94,20 @@ def test_a_folder_that_others_can_write_to_is_not_used(temporary: Path) -> None:
     own = own_cache_folder(temporary.parent / "taken" / "below")
     assert own.parent.parent == temporary and own.parent != folder
     assert own.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_start_says_what_it_compiles_and_a_server_does_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    for name, value in (("SECONDS", 0.0), ("_serving", 0), ("_began", None)):
+        monkeypatch.setattr(PROGRESS, name, value)
+    numba.njit(lambda x: x + 1)(1)
+    monkeypatch.setattr(PROGRESS, "what", "the model's step, kernel 2 of 9")
+    numba.njit(lambda x: x + 2)(1)
+    PROGRESS.begin_serving()
+    begin, *between, end = (record.getMessage() for record in caplog.records)
+    assert "for later starts" in begin and "compiled in" in end
+    assert any("the model's step, kernel 2 of 9" in line for line in between)
+    numba.njit(lambda x: x + 3)(1)
+    assert caplog.records[-1].getMessage() == end

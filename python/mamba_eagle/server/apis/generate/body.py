@@ -64,8 +64,14 @@ class GenerateBody(Served):
     )
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
+    return_hidden_states: Annotated[Any, FLAGS] = says(
+        "the hidden states that the output was sampled from"
+    )
     return_routed_experts: Annotated[Any, FLAGS] = says(
         "the experts of each token, with `--enable-return-routed-experts`"
+    )
+    routed_experts_start_len: Annotated[Any, INTEGERS] = says(
+        "the first token whose experts are returned; the prompt before it may come from the cache"
     )
     lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
@@ -108,7 +114,9 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 token_ids=token_ids,
                 sample_rids=sample_rids,
                 return_spec_trace=bool(own["return_spec_trace"]),
+                return_hidden_states=bool(own["return_hidden_states"]),
                 return_routed_experts=_asks_for_experts(own, state),
+                routed_experts_start=_experts_start(own, len(token_ids)),
                 adapter=_read_adapter(own, state),
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
@@ -243,7 +251,9 @@ OWN = {
     "top_logprobs_num": kinds.INTEGER_KIND,
     "token_ids_logprob": NAMED,
     "return_spec_trace": kinds.FLAG,
+    "return_hidden_states": kinds.FLAG,
     "return_routed_experts": kinds.FLAG,
+    "routed_experts_start_len": kinds.INTEGER_KIND,
     "lora_path": kinds.TEXT,
 }
 
@@ -278,6 +288,14 @@ def _asks_for_experts(own: Fields, state: ServerState) -> bool:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
     return asks
+
+
+def _experts_start(own: Fields, prompt_length: int) -> int:
+    start = own["routed_experts_start_len"] or 0
+    if not 0 <= start <= prompt_length:
+        remedy = f"must be between 0 and {prompt_length}"
+        raise RequestError.about("routed_experts_start_len", start, remedy)
+    return int(start)
 
 
 def _read_logprobs(own: Fields, prompt_length: int, vocab_size: int) -> Fields:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mamba_eagle.core import DEFAULT_VERSION, FinishReason
 from mamba_eagle.message import StepTrace, TokenLogprob
@@ -53,6 +54,7 @@ class Reply:
         self._own = {"input": JsonList(), "output": JsonList()}
         self._top = {"input": JsonList(), "output": JsonList()}
         self._named = {"input": JsonList(), "output": JsonList()}
+        self._hidden = JsonList()
 
     def as_dict(self) -> dict[str, Any]:
         """The reply as it stands, with parts in JSON already."""
@@ -93,10 +95,13 @@ class Reply:
             new = sample.traces[self._told_traces :]
             meta["spec_trace"] = [step_dict(trace, self._name) for trace in new]
             self._told_traces = len(sample.traces)
+        if sample.prompt.return_logprob or sample.prompt.return_hidden_states:
+            self.take()
+        if sample.prompt.return_hidden_states and sample.finish is not None:
+            meta["hidden_states"] = self._hidden.raw()
         if sample.prompt.return_routed_experts and sample.finish is not None:
             meta["routed_experts"] = base64.b64encode(sample.routed_experts).decode()
         if sample.prompt.return_logprob:
-            self.take_logprobs()
             for side in ("input", "output"):
                 meta[f"{side}_token_logprobs"] = self._own[side].raw()
                 if sample.prompt.top_logprobs:
@@ -105,11 +110,16 @@ class Reply:
                     meta[f"{side}_token_ids_logprobs"] = self._named[side].raw()
         return meta
 
-    # ── logprobs ─────────────────────────────────────────────────────────────────────────────
+    # ── logprobs and hidden states ───────────────────────────────────────────────────────────
 
-    def take_logprobs(self) -> None:
+    def take(self) -> None:
         """Takes the sample's new ones over."""
         sample = self.sample
+        rows = [np.frombuffer(row, dtype="<f4").tolist() for row in sample.hidden]
+        if rows and not self._hidden.num_items:
+            rows[0] = [rows[0]]  # of the prompt's tokens, as SGLang has it: the last one
+        self._hidden.extend(rows)
+        sample.hidden = []
         self.add_logprobs("input", sample.input_logprobs)
         self.add_logprobs("output", sample.logprobs)
         sample.input_logprobs, sample.logprobs = [], []

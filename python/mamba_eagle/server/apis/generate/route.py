@@ -41,7 +41,7 @@ async def generate(request: Request) -> Response:
         return EventStream(events, lambda: state.manager.release(live), keep_alive)
 
     def take(sample: Sample) -> None:
-        replies[sample.index].take_logprobs()
+        replies[sample.index].take()
 
     await wait_for_success(request, state.manager, live, take, sample_error)
     parts = await json_parts([reply.as_dict for reply in replies])

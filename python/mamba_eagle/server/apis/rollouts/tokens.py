@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
@@ -47,6 +50,7 @@ def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
     given = {NAMES.get(name, name): value for name, value in body.sampling_params.items()}
     given.setdefault("max_new_tokens", 16)
     top = given.pop("logprobs", None)
+    start = given.pop("routed_experts_prompt_start", None)
     best = None if top is None else TOP.take(top, "sampling_params.logprobs")
     kept = {name: values[name] for name in Served.model_fields if name in values}
     asked = {
@@ -56,6 +60,9 @@ def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
         "rid": body.request_id,
         "return_logprob": top is not None,
         "top_logprobs_num": best,
+        # as vLLM does, for all requests of a server that keeps them
+        "return_routed_experts": state.config.enable_return_routed_experts,
+        "routed_experts_start_len": start,
     }
     return parse_generate(asked, state)
 
@@ -67,11 +74,12 @@ async def generate(request: Request) -> Response:
     job = await state.read(request, parse_tokens)
     live = state.submit(job.rid, job.prompts)
     await wait_for_success(request, state.manager, live, error_of=sample_error)
-    choices = [_choice(sample) for sample in live.samples]
+    layers = int(state.manager.engine.details["layers"])
+    choices = [_choice(sample, layers) for sample in live.samples]
     return json_response({"request_id": job.rid, "choices": choices, "usage": usage(live)})
 
 
-def _choice(sample: Sample) -> dict[str, Any]:
+def _choice(sample: Sample, layers: int) -> dict[str, Any]:
     assert sample.finish is not None
     logprobs = None
     if sample.prompt.return_logprob:
@@ -87,7 +95,16 @@ def _choice(sample: Sample) -> dict[str, Any]:
         "logprobs": logprobs,
         "finish_reason": sample.finish.kind,
         "weight_versions": [span._asdict() for span in sample.versions],
+        "routed_experts": _npy_of_experts(sample, layers) if sample.routed_experts else None,
     }
+
+
+def _npy_of_experts(sample: Sample, layers: int) -> str:
+    """A file of numpy's, in base64: [tokens, layers, k] int32."""
+    experts = np.frombuffer(sample.routed_experts, dtype="<i4")
+    file = io.BytesIO()
+    np.save(file, experts.reshape(-1, layers, sample.experts_width // layers // 4))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _entry(token_id: int, logprob: float | None) -> dict[str, Any]:
