@@ -35,7 +35,6 @@ FLAGS = {
 
 # Block drafters read hidden states and nothing else of a family: one of each kind is enough.
 BLOCKS_FOR = ("nemotron-3.5-lightning", "mamba2-groups", "falcon-h1")
-FOLDERS = tuple(f"{name}0" for name in BLOCKS_FOR)  # as pytest numbers them
 
 
 @pytest.fixture(scope="module", params=PEERS)
@@ -49,7 +48,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=TRAINABLE_HEADS)
 def algorithm(request: pytest.FixtureRequest, target: Path) -> str:
-    if request.param in ("dflash", "dspark") and target.name not in FOLDERS:
+    family = request.node.callspec.params["target"]
+    if request.param in ("dflash", "dspark") and family not in BLOCKS_FOR:
         pytest.skip(f"block drafters are trained for {', '.join(BLOCKS_FOR)}")
     return request.param
 
