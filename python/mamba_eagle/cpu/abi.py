@@ -181,6 +181,8 @@ class Drafts(Block):
 
 
 class Norm(Block):
+    """weight: 0 of what is only copied."""
+
     _fields_ = fields("frame weight[size] eps:double size out[n, size] rounded:Rounded")
 
 
@@ -200,7 +202,15 @@ class Gate(Block):
 
 
 class Residual(Block):
-    _fields_ = fields("frame size made[n, columns] columns scale:single")
+    """weight: of a norm of what is added; 0: none."""
+
+    _fields_ = fields("frame size made[n, columns] columns scale:single weight[size] eps:double")
+
+
+class Columns(Block):
+    """Those of a product in another order, int64."""
+
+    _fields_ = fields("frame made[n, columns] columns order[size] size out[n, size]")
 
 
 class Inputs(Block):
@@ -250,11 +260,12 @@ class Attention(Block):
 
 
 class PlaceHeads(Block):
-    """Norms, unless they are 0, and rotation of queries and keys, in place; as ``Attention``."""
+    """Norms, unless they are 0, and rotation of queries and keys, in place; as ``Attention``.
+    whole: whether norms are of all heads at once, with weights [heads * head_dim]."""
 
     _fields_ = fields("""
         frame packed[n, columns] columns heads kv_heads head_dim each
-        q_norm[head_dim] k_norm[head_dim] eps:double
+        q_norm[head_dim] k_norm[head_dim] eps:double whole
     """)
 
 

@@ -12,17 +12,12 @@ from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
-from mamba_eagle.cpu.products.packed import (
-    GroupedExperts,
-    GroupedProduct,
-    float_product,
-    multiplies,
-)
+from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multiplies
 from mamba_eagle.cpu.vector_math import sigmoid
 from mamba_eagle.layers.adapters import AdapterSize, Addition
 from mamba_eagle.layers.ops import Normed, Product
+from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
-from mamba_eagle.layers.products import MatrixProduct, PackedProduct
 from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.grouped import GroupedMatrix
 from mamba_eagle.quantization.matrix import Matrix
@@ -86,8 +81,10 @@ class CpuOps(HostOps):
         return super().pack_matrix(matrix, dtype)
 
     def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> ExpertsProduct | None:
+        if isinstance(matrix, DenseMatrix):
+            return EachExpert([self._product(expert) for expert in matrix.values])
         if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
-            return GroupedExperts(matrix)
+            return EachExpert([GroupedProduct(matrix.expert(e)) for e in range(matrix.shape[0])])
         return super().pack_experts(matrix, dtype)
 
     def pack_linear(self, weight: Tensor) -> Product | None:

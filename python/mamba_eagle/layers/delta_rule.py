@@ -127,6 +127,8 @@ class Parts(NamedTuple):
     gates: Linear  # decays, then betas
     norm: HeadNormThenGate
     out: Linear
+    # which outputs of the two are these, if they stand in another order
+    orders: tuple[Tensor, Tensor] | None = None
 
 
 class GatedDeltaNet(DeltaRule):
@@ -168,6 +170,14 @@ class GatedDeltaNet(DeltaRule):
     def parts(self) -> Parts | None:
         """Of a prepared mixer; None where it projects or ends in another way."""
         return None
+
+    def parts_of(
+        self, channels: str, gates: str, norm: HeadNormThenGate, out: Linear
+    ) -> Parts | None:
+        """channels, gates: names of ``projections``."""
+        made = self._products
+        both = channels in made and gates in made
+        return Parts(made[channels], made[gates], norm, out) if both else None
 
     def product(self, name: str, hidden: Tensor) -> Tensor:
         """What some ``projections`` make of hidden [n, hidden_size], side by side."""

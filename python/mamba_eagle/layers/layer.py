@@ -62,18 +62,20 @@ class Layer(nn.Module):
 
 
 class Residual(NamedTuple):
-    """``hidden + scale · total(body(norm(hidden)))``: what most layers consist of."""
+    """``hidden + scale · after(total(body(norm(hidden))))``: what most layers consist of."""
 
-    norm: Any  # an RMSNorm
+    norm: Any  # an RMSNorm, or None
     body: Any  # a mixer, called with the context, or an MLP
     total: Total
     scale: float = 1.0
     takes_context: bool = True
+    after: Any = None  # an RMSNorm, or None
 
     def made(self, hidden: Tensor, ctx: Any) -> Tensor:
         """What is added, not yet scaled."""
-        normed = self.norm(hidden)
-        return self.total(self.body(normed, ctx) if self.takes_context else self.body(normed))
+        normed = hidden if self.norm is None else self.norm(hidden)
+        made = self.total(self.body(normed, ctx) if self.takes_context else self.body(normed))
+        return made if self.after is None else self.after(made)
 
 
 class Total(Layer):

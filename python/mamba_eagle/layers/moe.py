@@ -15,11 +15,12 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.ops import TORCH, FusedRouter, LayerOps, Product
-from mamba_eagle.layers.products import ExpertLayer, GroupedProduct
+from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig, Span
 from mamba_eagle.parallel.cut import Cut, once, rows
 from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.quantization.dense import DenseMatrix
 
 
 class Router(Layer):
@@ -135,7 +136,7 @@ class Experts(MatrixLayer):
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
         self._ops = TORCH
-        self._products: dict[str, GroupedProduct] = {}  # of matrices of few bits
+        self._products: dict[str, GroupedProduct] = {}
         self.fused: ExpertLayer | None = None  # what replaces both products and the sum
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
@@ -146,12 +147,16 @@ class Experts(MatrixLayer):
         self.fused = self._fuse()
         if self.fused is not None:
             return
-        for name, matrix in list(self.matrices.items()):
-            product = ops.pack_experts(matrix, getattr(self, name).dtype)
-            if product is None:
-                self.widen(name)
-            else:
+        for name in self.matrix_names:
+            weight, matrix = getattr(self, name), self.matrices.get(name)
+            given = DenseMatrix(weight.detach()) if matrix is None else matrix
+            product = ops.pack_experts(given, weight.dtype)
+            if product is not None:
                 self._products[name] = product
+            elif matrix is not None:
+                self.widen(name)
+            if isinstance(product, EachExpert):  # which hold the weights from now on
+                self.hold(name, PackedStack.of(product))
         if not self._products:
             self.fused = self._fuse()
 

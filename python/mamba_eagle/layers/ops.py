@@ -195,7 +195,8 @@ class LayerOps:
         return WidenedProduct(matrix, dtype)
 
     def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> GroupedProduct | None:
-        """The same for a stack of experts; None: there is none, so dequantize it."""
+        """The same for a stack of experts, of 16 and 32 bits, too; None: there is none, so those of
+        few are dequantized."""
         if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
             return Float8Experts(matrix, dtype, self.grouped_linear)
         return None

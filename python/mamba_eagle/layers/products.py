@@ -128,6 +128,58 @@ class PackedMatrix(Matrix):
         return None
 
 
+class EachExpert:
+    """A stack of experts, with a product each."""
+
+    def __init__(self, products: Sequence[PackedProduct]) -> None:
+        self.products = products
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        y = x.new_empty(len(x), self.products[0].outputs)
+        begin = 0
+        for product, end in zip(self.products, ends.tolist(), strict=True):
+            if end > begin:
+                y[begin:end] = product(x[begin:end], None)
+            begin = end
+        return y
+
+
+@dataclass(frozen=True)
+class PackedStack(Matrix):
+    """The weight [E, out, in] that products of experts hold."""
+
+    experts: tuple[PackedMatrix, ...]
+
+    @classmethod
+    def of(cls, each: EachExpert) -> PackedStack:
+        return cls(tuple(product.matrix for product in each.products))
+
+    @property
+    def few_bits(self) -> bool:
+        return self.experts[0].few_bits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.experts), *self.experts[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
+
+    def dequantize(self) -> Tensor:
+        return torch.stack([expert.dequantize() for expert in self.experts])
+
+    def times(self, factor: float | Tensor) -> None:
+        return None
+
+    def narrow(self, axis: int, start: int, length: int) -> PackedStack:
+        raise ValueError("packed experts are not cut")
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedStack]) -> None:
+        return None
+
+
 class WidenedProduct(MatrixProduct):
     """The weight is dequantized once, and nothing is saved."""
 

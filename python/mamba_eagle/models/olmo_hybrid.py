@@ -6,26 +6,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
+from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.recurrent import JoinedConv
-from mamba_eagle.model_config import AttentionConfig, DeltaConfig, ModelConfig, WholeNorm
+from mamba_eagle.layers.whole_norms import WholeNormAttention
+from mamba_eagle.model_config import DeltaConfig, ModelConfig, WholeNorm
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.qwen3_next import blocks_of
 from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
-from mamba_eagle.parallel.shard import Shard, attention_heads, recurrent_heads
+from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
 # published name -> ours
 NAMES = {
@@ -62,6 +60,10 @@ class OlmoDeltaNet(GatedDeltaNet):
             "ab": [self.a_proj, self.b_proj],
         }
 
+    @property
+    def parts(self) -> Parts | None:
+        return self.parts_of("qkvg", "ab", self.o_norm, self.o_proj)
+
     def project(self, hidden: Tensor) -> Projected:
         c = self.config
         channels, gate = self.product("qkvg", hidden).split([c.conv_dim, c.inner_size], dim=-1)
@@ -84,54 +86,6 @@ class OlmoDeltaNet(GatedDeltaNet):
         }
 
 
-class HeadsNorm(Layer):
-    """An RMS norm over all heads at once, of which ranks add up the squares: x [n, heads, D], of a
-    rank's heads."""
-
-    def __init__(self, norm: WholeNorm, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(len(norm.copies) * head_dim))
-        self.size, self.eps = norm.heads * head_dim, eps
-        self.shares = [1 / count for count in norm.copies]
-        self.total = Total()
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = x.float()
-        squares = each.square().sum(-1) @ each.new_tensor(self.shares)  # [n]
-        scale = torch.rsqrt(self.total(squares[:, None]) / self.size + self.eps)
-        return (each * scale[..., None] * self.weight.float().view(x.shape[1:])).to(x.dtype)
-
-
-class OlmoAttention(Attention):
-    """With norms over all heads of queries, and of keys, at once."""
-
-    def __init__(
-        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
-    ) -> None:
-        super().__init__(config, hidden_size, index)
-        assert config.whole_norms is not None
-        queries, keys = config.whole_norms
-        self.q_norm = HeadsNorm(queries, config.head_dim, norm_eps)
-        self.k_norm = HeadsNorm(keys, config.head_dim, norm_eps)
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        super().prepare(ops)
-        self._ops = ops
-
-    def cuts(self, shard: Shard) -> dict[str, Cut]:
-        own, dim = attention_heads(shard, self.config), self.config.head_dim
-        q, k = rows(own.channels(dim)), rows(*own.group_channels(dim))
-        return {**super().cuts(shard), "q_norm.weight": q, "k_norm.weight": k}
-
-    def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.rope is None:
-            return q, k
-        assert ctx.rotation is not None, "the model sets it before its layers run"
-        return self._ops.place_heads(q, k, *ctx.rotation, None)
-
-
 class OlmoDeltaLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -144,6 +98,13 @@ class OlmoDeltaLayer(Layer):
         self.mlp = GatedMLP(size, config.intermediate_size)
         self.total = Total()
 
+    def residuals(self) -> tuple[Residual, ...]:
+        mlp = (self.post_attention_layernorm, self.mlp, self.total)
+        return (
+            Residual(self.input_layernorm, self.linear_attn, self.total),
+            Residual(*mlp, takes_context=False),
+        )
+
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         hidden = hidden + self.total(self.linear_attn(self.input_layernorm(hidden), ctx))
         return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
@@ -155,11 +116,18 @@ class OlmoAttentionLayer(Layer):
         size, eps = config.hidden_size, config.norm_eps
         assert config.attention is not None
         index = config.places_before(layer, "attention")
-        self.self_attn = OlmoAttention(config.attention, size, index, eps)
+        self.self_attn = WholeNormAttention(config.attention, size, index, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.total = Total()
+
+    def residuals(self) -> tuple[Residual, ...]:
+        mlp = (self.mlp, self.total)
+        return (
+            Residual(None, self.self_attn, self.total, after=self.post_attention_layernorm),
+            Residual(None, *mlp, takes_context=False, after=self.post_feedforward_layernorm),
+        )
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         mixed = self.total(self.self_attn(hidden, ctx))

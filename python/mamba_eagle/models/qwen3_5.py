@@ -37,10 +37,7 @@ class Qwen35DeltaNet(QwenDeltaNet):
 
     @property
     def parts(self) -> Parts | None:
-        made = self._products
-        if len(made) < 2:
-            return None
-        return Parts(made["qkvz"], made["ab"], self.norm, self.out_proj)
+        return self.parts_of("qkvz", "ab", self.norm, self.out_proj)
 
     def project(self, hidden: Tensor) -> Projected:
         c = self.config

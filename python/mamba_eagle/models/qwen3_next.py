@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.block import PreNormLayer
-from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
+from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_attention import GatedAttention
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
@@ -52,12 +52,22 @@ class QwenDeltaNet(GatedDeltaNet):
     def projections(self) -> dict[str, list[Linear]]:
         return {"qkvz": [self.in_proj_qkvz], "ba": [self.in_proj_ba]}
 
+    @property
+    def parts(self) -> Parts | None:
+        qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
+        at = self.arranged(*(torch.arange(each.weight.shape[0])[None] for each in (qkvz, ba)))
+        orders = (torch.cat([at.channels, at.gate], dim=-1)[0], at.raw[0])
+        return Parts(qkvz, ba, self.norm, self.out_proj, orders)
+
     def project(self, hidden: Tensor) -> Projected:
+        return self.arranged(self.product("qkvz", hidden), self.product("ba", hidden))
+
+    def arranged(self, qkvz: Tensor, ba: Tensor) -> Projected:
         c = self.config
         width = c.inner_size // c.num_groups
-        groups = self.product("qkvz", hidden).unflatten(-1, (c.num_groups, -1))
+        groups = qkvz.unflatten(-1, (c.num_groups, -1))
         *channels, gate = groups.split([c.state_size, c.state_size, width, width], dim=-1)
-        beta, decay = self.product("ba", hidden).unflatten(-1, (c.num_groups, -1)).chunk(2, dim=-1)
+        beta, decay = ba.unflatten(-1, (c.num_groups, -1)).chunk(2, dim=-1)
         raw = torch.cat([decay.flatten(1), beta.flatten(1)], dim=-1)
         return Projected(torch.cat([p.flatten(1) for p in channels], -1), gate.flatten(1), raw)
 

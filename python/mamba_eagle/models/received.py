@@ -38,15 +38,16 @@ def transfer_problems(
     """Why these tensors cannot take the place of those in a checkpoint. is_unused: whether a model
     ignores a name that the checkpoint lacks."""
     if is_gguf(path):
-        return [f"{path}: a GGUF file has no published names: serve the safetensors"]
+        return [
+            f"{path}: a GGUF file has other names than trainers send: serve the safetensors that "
+            "it was made of, with --quantization for as few bits"
+        ]
     checkpoint = Checkpoint(Path(path))
-    if checkpoint.packed:
-        name = checkpoint.layout.name
-        return [f"{path}: its weights are {name}: serve unquantized ones, with --quantization"]
+    rounded = {matrix.values for matrix in checkpoint.packed.values()}
     wrong = []
     for each in tensors:
         name, dtype, shape = shown(each.name), shown(each.dtype), each.shape
-        stored, kind = checkpoint.contents.get(each.name), getattr(torch, each.dtype, None)
+        stored, kind = checkpoint.stored.get(each.name), getattr(torch, each.dtype, None)
         if not isinstance(kind, torch.dtype):
             wrong.append(f"dtype of {name}: torch has no {dtype}")
         elif stored is None:
@@ -55,6 +56,12 @@ def transfer_problems(
             wrong.append(f"shape of {name}: {shape} is sent, {list(stored.shape)} is served")
         elif kind.is_floating_point != stored.is_floating_point:
             wrong.append(f"dtype of {name}: {dtype} is sent, {stored.dtype} is served")
+        elif each.name in rounded and kind.itemsize * stored.numel != stored.nbytes:
+            wrong.append(
+                f"dtype of {name}: {dtype} is sent, {stored.dtype} with scales is served: send it "
+                "rounded, with its scales, or serve the unquantized checkpoint with "
+                "--quantization, which rounds what it is sent as at a start"
+            )
     if len({each.name for each in tensors}) < len(tensors):
         wrong.append("a name is there twice")
     return shortened(wrong)

@@ -72,7 +72,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(device="cpu", max_running_requests=8, in_process=True) as engine:
+    """One that rounds what it is sent, as at a start."""
+    settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8, "in_process": True}
+    with Engine(quantization="int8", **settings) as engine:
         yield engine
     assert not received()
 

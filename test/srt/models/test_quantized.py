@@ -16,8 +16,10 @@ from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.kernels.four_bit.torch import E2M1, dequantize
+from mamba_eagle.message import TensorInfo
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.received import add_part, complete, transfer_problems
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.quantization.nvfp4 import nvfp4_groups
 
@@ -78,6 +80,35 @@ def check(written: Written) -> None:
     read = logits(load_model(written.folder))
     save_file(written.exact, written.folder / "model.safetensors")
     assert torch.equal(read, logits(load_model(written.folder)))
+
+
+@pytest.mark.parametrize("form", ["block", "tensor"])
+def test_a_trainer_sends_numbers_and_scales_as_they_are_published(
+    form: str, tmp_path: Path
+) -> None:
+    suffix, config = (
+        ("_scale_inv", {"weight_block_size": BLOCK}) if form == "block" else ("_scale", {})
+    )
+    served, sent = (write_float8(tmp_path / at, form, suffix).folder for at in ("served", "sent"))
+    for folder in (served, sent):
+        edit(folder, quantization_config={"quant_method": "fp8", **config})
+    weights = {
+        n: w if w.dtype.itemsize > 1 else (-w.float()).to(w.dtype)
+        for n, w in load_file(sent / "model.safetensors").items()
+    }
+    save_file(weights, sent / "model.safetensors")
+    told = {n: TensorInfo(n, str(w.dtype)[6:], list(w.shape)) for n, w in weights.items()}
+    assert not transfer_problems(str(served), list(told.values()), lambda name: False)
+    name = next(n for n, w in weights.items() if w.dtype == torch.float8_e4m3fn)
+    told[name].dtype = "bfloat16"
+    (wrong,) = transfer_problems(str(served), list(told.values()), lambda name: False)
+    assert name in wrong and "F8_E4M3" in wrong and "--quantization" in wrong
+    joined = tmp_path / "joined"
+    add_part(str(joined), weights)
+    complete(str(joined), str(served))
+    read = logits(load_model(joined))
+    assert torch.equal(read, logits(load_model(sent)))
+    assert not torch.equal(read, logits(load_model(served)))
 
 
 def write_modelopt(folder: Path, **quantization: Any) -> None:

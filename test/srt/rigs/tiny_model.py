@@ -18,7 +18,6 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights, random_weights
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
-from mamba_eagle.models.qwen3_5 import Qwen35ForCausalLM
 from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 VOCAB = 96
@@ -125,9 +124,10 @@ def write_model(
 
 
 def write_delta_model(folder: Path, seed: int = 0, **changes: object) -> Path:
-    """The same with gated DeltaNet layers, of Qwen3.5."""
+    """The same with gated DeltaNet layers, of Qwen3.5 or another family (``architectures``)."""
     config = {**DELTA_CONFIG, **changes}
-    model = Qwen35ForCausalLM(parse_config(config))
+    parsed = parse_config(config)
+    model = model_class(parsed)(parsed)
     random_weights(model, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,7 +135,7 @@ def write_delta_model(folder: Path, seed: int = 0, **changes: object) -> Path:
                 parameter.mul_(20.0)
             elif "lm_head" in name:
                 parameter.mul_(10.0)
-            elif name.endswith(("_proj.weight", "conv1d.weight")) or "in_proj" in name:
+            elif name.endswith("_proj.weight") or "conv1d" in name or "in_proj" in name:
                 parameter.mul_(3.0)
             elif "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) / 2 + ("linear_attn" in name))

@@ -117,22 +117,6 @@ class GroupedProduct(OwnProduct):
         return grouped.rows_of(self.weight, ids)
 
 
-class GroupedExperts:
-    """A stack of experts."""
-
-    def __init__(self, matrix: GroupedMatrix) -> None:
-        self.products = [GroupedProduct(matrix.expert(expert)) for expert in range(matrix.shape[0])]
-
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        y = x.new_empty(len(x), self.products[0].outputs)
-        begin = 0
-        for product, end in zip(self.products, ends.tolist(), strict=True):
-            if end > begin:
-                y[begin:end] = product(x[begin:end], None)
-            begin = end
-        return y
-
-
 def multiplies(matrix: GroupedMatrix) -> bool:
     """Whether there is a product that reads the matrix as it is."""
     fits = matrix.shape[-1] % grouped.GROUP == 0 and matrix.group % grouped.GROUP == 0

@@ -40,7 +40,9 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
+from mamba_eagle.layers.whole_norms import WholeNormAttention
 
+ATTENTIONS = (Attention, RotaryAttention, GatedAttention, WholeNormAttention)
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
@@ -93,15 +95,16 @@ class Builder(Calls):
             self.product(body.up_proj, "inputs", "wide")
             self._gate(spans.RELU_SQUARED, body.up_proj, last)
             made, width = "made", self.product(last, "inputs", "made")
-        size = layer.norm.weight.shape[0]
+        size = (layer.norm or layer.after).weight.shape[0]
         own = abi.Residual(size=size, columns=width, scale=layer.scale)
-        self.call(spans.RESIDUAL, own, work_per_row=size // 8).lies(made=made)
+        adding = self.call(spans.RESIDUAL, own, work_per_row=size // 8)
+        adding.lies(made=made)
+        normed_by(adding, layer.after)
 
     def _norm(self, layer: Residual, reader: Linear) -> None:
-        size, norm = layer.norm.weight.shape[0], layer.norm
-        own = abi.Norm(size=size, eps=norm.eps)
-        call = self.call(spans.NORM, own, work_per_row=size * NS_PER_NUMBER)
-        call.keep(weight=norm.weight.detach().float().contiguous().numpy())
+        size = reader.weight.shape[1]
+        call = self.call(spans.NORM, abi.Norm(size=size), work_per_row=size * NS_PER_NUMBER)
+        normed_by(call, layer.norm)
         call.lies(out="inputs")
         self.rounded(call, reader)
 
@@ -119,25 +122,38 @@ class Builder(Calls):
         gates_at = size + mixer.config.conv_dim
         self.recur(mixer, Columns(("wide", width, size), ("wide", width, gates_at)))
         own = abi.GatedNorm(size=size, group=norm.group_size, eps=norm.eps, columns=width)
-        return self._gated_norm(spans.GATED_NORM, own, norm.weight, mixer.out_proj)
+        return self._gated_norm(spans.GATED_NORM, own, norm.weight, mixer.out_proj, "wide")
 
     def _delta_net(self, layer: Residual, mixer: GatedDeltaNet) -> tuple[str, int]:
         parts, c = mixer.parts, mixer.config
         assert parts is not None
         self._norm(layer, parts.channels)
-        width = self.product(parts.channels, "inputs", "wide")
-        gates = self.product(parts.gates, "inputs", "gates")
-        self.recur(mixer, Columns(("wide", width, 0), ("gates", gates, 0)))
+        orders = parts.orders or (None, None)
+        wide, width = self._arranged(parts.channels, "wide", orders[0])
+        gates = self._arranged(parts.gates, "gates", orders[1])
+        self.recur(mixer, Columns((wide, width, 0), (*gates, 0)))
         own = abi.GatedNorm(size=c.inner_size, group=c.head_dim, eps=parts.norm.eps, columns=width)
         own.gate_at = c.conv_dim
-        return self._gated_norm(spans.HEAD_NORM, own, parts.norm.weight, parts.out)
+        return self._gated_norm(spans.HEAD_NORM, own, parts.norm.weight, parts.out, wide)
+
+    def _arranged(self, reader: Linear, y: str, order: Tensor | None) -> tuple[str, int]:
+        """Where a product's outputs stand in an order, and the width of their rows."""
+        width = self.product(reader, "inputs", y)
+        if order is None:
+            return y, width
+        size, to = len(order), f"arranged {y}"
+        self.scratch.want(to, size * 4)
+        call = self.call(spans.ARRANGE, abi.Columns(columns=width, size=size), work_per_row=size)
+        call.keep(order=order.numpy())
+        call.lies(made=y, out=to)
+        return to, size
 
     def _gated_norm(
-        self, kernel: SpanKernel, own: abi.GatedNorm, weight: Tensor, out: Linear
+        self, kernel: SpanKernel, own: abi.GatedNorm, weight: Tensor, out: Linear, wide: str
     ) -> tuple[str, int]:
         call = self.call(kernel, own, work_per_row=own.size * NS_PER_NUMBER * 2)
         call.keep(weight=weight.detach().float().contiguous().numpy())
-        call.lies(y="y", projected="wide", out="inputs")
+        call.lies(y="y", projected=wide, out="inputs")
         self.rounded(call, out)
         return "made", self.product(out, "inputs", "made")
 
@@ -168,7 +184,7 @@ class Builder(Calls):
             "columns": width, "heads": c.num_heads, "kv_heads": c.num_kv_heads,
             "head_dim": c.head_dim, "each": 2 if gated else 1,
         }  # fmt: skip
-        if isinstance(attention, RotaryAttention):
+        if isinstance(attention, (RotaryAttention, WholeNormAttention)):
             self._place_heads(attention, sizes)
         own = abi.Attention(scale=attention.scale, kv_slots=keys.shape[0], **sizes)
         call = self.call(
@@ -191,12 +207,15 @@ class Builder(Calls):
             self.rounded(rounding, attention.o_proj)
         return "made", self.product(attention.o_proj, "inputs", "made")
 
-    def _place_heads(self, attention: RotaryAttention, sizes: dict[str, int]) -> None:
-        own = abi.PlaceHeads(**sizes)
+    def _place_heads(
+        self, attention: RotaryAttention | WholeNormAttention, sizes: dict[str, int]
+    ) -> None:
+        c, whole = attention.config, isinstance(attention, WholeNormAttention)
+        own = abi.PlaceHeads(**sizes, whole=whole)
         work = sizes["columns"] * NS_PER_NUMBER
         call = self.call(spans.PLACE_HEADS, own, work_per_row=work)
         call.lies(packed="wide")
-        if attention.config.head_norm:
+        if whole or c.head_norm:
             own.eps = attention.q_norm.eps
             norms = (attention.q_norm.weight, attention.k_norm.weight)
             q, k = (weight.detach().float().contiguous().numpy() for weight in norms)
@@ -228,6 +247,13 @@ class Builder(Calls):
         call.lies(
             seen_C="C", seen_rows="seen rows", seen_order="order", seen_kept="kept", out="y"
         )  # fmt: skip
+
+
+def normed_by(call: Call, norm: Any) -> None:
+    """norm: an RMSNorm, or None."""
+    if norm is not None:
+        call.block.eps = norm.eps
+        call.keep(weight=norm.weight.detach().float().contiguous().numpy())
 
 
 class FusedRun:
@@ -391,20 +417,20 @@ def residuals_of(layers: Sequence[nn.Module], rotates: bool = False) -> list[Res
 def has_program(layer: Residual, has_pool: bool, rotates: bool = False) -> bool:
     """Whether a program can compute it; has_pool: whether it could read keys and values; rotates:
     whether its frame has the angles."""
-    body = layer.body
-    if layer.norm.rounding is not None or not layer.total.alone:
+    body, norms = layer.body, (layer.norm, layer.after)
+    if any(norm is not None and norm.rounding is not None for norm in norms):
+        return False
+    if not layer.total.alone:
         return False
     if isinstance(body, Mamba2Mixer):
         fits = isinstance(body.norm, GatedGroupRMSNorm)
         return fits and multiplies(body.in_proj) and multiplies(body.out_proj)
     if isinstance(body, GatedDeltaNet):
         return has_delta_program(body)
-    attends = type(body) is Attention or (
-        rotates and type(body) in (RotaryAttention, GatedAttention)
-    )
-    if attends and has_pool and (packed := body.qkv) is not None:
+    if type(body) in ATTENTIONS and has_pool and (packed := body.qkv) is not None:
+        placed = rotates or body.config.rope is None
         whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
-        return whole and multiplies(body.o_proj)
+        return placed and whole and multiplies(body.o_proj)
     if isinstance(body, (PackedGatedMLP, GatedMLP)):
         first, last = body.products
         fits = body.gate.act is F.silu and first is not None

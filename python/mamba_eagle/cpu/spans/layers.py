@@ -33,6 +33,7 @@ from mamba_eagle.machine_code import kernel, numba, strictly
 
 frame_at, norm_at, gated_norm_at = reader(abi.Frame), reader(abi.Norm), reader(abi.GatedNorm)
 gate_at, residual_at, inputs_at = reader(abi.Gate), reader(abi.Residual), reader(abi.Inputs)
+columns_at = reader(abi.Columns)
 recurrence_at, attention_at = reader(abi.Recurrence), reader(abi.Attention)
 place_heads_at, gate_heads_at = reader(abi.PlaceHeads), reader(abi.GateHeads)
 
@@ -54,7 +55,10 @@ def _norm(arguments, first, last):
     own = norm_at(arguments)
     frame, size = frame_at(own.frame), own.size
     x, out = floats(frame.stream, (frame.rows, size)), floats(own.out, (frame.rows, size))
-    rms_norm(x[first:last], floats(own.weight, size), own.eps, out[first:last])
+    if own.weight != 0:
+        rms_norm(x[first:last], floats(own.weight, size), own.eps, out[first:last])
+    else:
+        out[first:last] = x[first:last]
     round_made(out, first, last, own.rounded)
 
 
@@ -109,7 +113,7 @@ def _add_scaled(row, added, scale):
 
 
 def _residual(arguments, first, last):
-    """stream += scale · made"""
+    """stream += scale · made, or its norm"""
     own = residual_at(arguments)
     frame, size, scale = frame_at(own.frame), own.size, own.scale
     stream, made = (
@@ -118,6 +122,9 @@ def _residual(arguments, first, last):
     )
     for r in range(first, last):
         row, added = stream[r], made[r]
+        if own.weight != 0:
+            whole = floats(own.made + 4 * r * own.columns, (1, size))
+            rms_norm(whole, floats(own.weight, size), own.eps, whole)
         if scale == np.float32(1.0):
             for c in range(size):
                 row[c] += added[c]
@@ -220,12 +227,18 @@ def _place_heads(arguments, first, last):
     n, end = frame.rows, own.heads * own.each
     cos, sin = floats(frame.cos, (n, frame.pairs)), floats(frame.sin, (n, frame.pairs))
     for r in range(first, last):
+        if own.whole:
+            at = own.packed + 4 * r * own.columns
+            for weight, count in ((own.q_norm, own.heads), (own.k_norm, own.kv_heads)):
+                heads = floats(at, (1, count * D))
+                rms_norm(heads, floats(weight, count * D), own.eps, heads)
+                at += 4 * count * D
         for h in range(own.heads + own.kv_heads):
             is_query = h < own.heads
             at = h * own.each if is_query else end + h - own.heads
             head = floats(own.packed + 4 * (r * own.columns + at * D), (1, D))
             weight = own.q_norm if is_query else own.k_norm
-            if weight != 0:
+            if weight != 0 and not own.whole:
                 rms_norm(head, floats(weight, D), own.eps, head)
             _rotate(head[0], cos[r], sin[r])
 
@@ -246,6 +259,15 @@ def _gate_heads(arguments, first, last):
     round_made(out, first, last, own.rounded)
 
 
+def _arrange(arguments, first, last):
+    own = columns_at(arguments)
+    n, order = frame_at(own.frame).rows, ints(own.order, own.size)
+    made, out = floats(own.made, (n, own.columns)), floats(own.out, (n, own.size))
+    for r in range(first, last):
+        for c in range(own.size):
+            out[r, c] = made[r, order[c]]
+
+
 def _round_inputs(arguments, first, last):
     own = inputs_at(arguments)
     x = floats(own.x, (frame_at(own.frame).rows, own.size))
@@ -254,7 +276,7 @@ def _round_inputs(arguments, first, last):
 
 NORM, GATED_NORM, HEAD_NORM = SpanKernel(_norm), SpanKernel(_gated_norm), SpanKernel(_head_norm)
 SILU_GATE, RELU_SQUARED = SpanKernel(_silu_gate), SpanKernel(_relu_squared)
-RESIDUAL = SpanKernel(_residual)
+RESIDUAL, ARRANGE = SpanKernel(_residual), SpanKernel(_arrange)
 PLACE_HEADS, GATE_HEADS = SpanKernel(_place_heads), SpanKernel(_gate_heads)
 ATTENTION, ROUND_INPUTS = SpanKernel(_attention), SpanKernel(_round_inputs)
 BEGIN_REQUESTS, HEADS = SpanKernel(_begin_requests), SpanKernel(_heads)

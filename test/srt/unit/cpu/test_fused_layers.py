@@ -49,7 +49,9 @@ GRANITE = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Nemotron-H with odd sizes, Granite, and Qwen3.5: delta rules, gated attention, rotation."""
+    """Nemotron-H with odd sizes, Granite, Qwen3.5 (delta rules, gated attention, rotation),
+    Qwen3-Next (what belongs to a head side by side, experts), and Olmo-Hybrid: norms after
+    attention and MLP, and of all heads."""
     room = tmp_path_factory.mktemp("fused")
     hybrid = write_model(room / "hybrid")
     granite = GraniteMoeHybridForCausalLM(parse_config(GRANITE))
@@ -57,6 +59,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"hybrid": hybrid, "granite": write_folder(room / "granite", GRANITE, granite)}
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 32}
     found["delta"] = write_delta_model(room / "delta", **sizes)
+    experts = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    experts |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}
+    found["next"] = write_delta_model(room / "next", **sizes, **experts)
+    sizes |= {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"}
+    found["olmo"] = write_delta_model(room / "olmo", rope_theta=None, **sizes)
     for name, folder in found.items():
         write_head(room / f"{name}-head", folder)
     return found
@@ -91,7 +99,7 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["hybrid", "granite", "delta"])
+@pytest.mark.parametrize("name", ["hybrid", "granite", "delta", "next", "olmo"])
 @pytest.mark.parametrize("mode", ["auto", "int8"])
 def test_a_program_computes_what_the_layers_do(
     name: str, mode: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -107,8 +115,8 @@ def test_a_program_computes_what_the_layers_do(
         given = {"quantization": mode, "speculative_draft_model_quantization": drafts}
         engine = Engine(folder, head, settings, **given)
         programs = steps_of(engine, monkeypatch)
-        # 8 heads of 20 channels are no whole number of panels
-        whole = (name, mode) != ("hybrid", "auto")
+        # 8 heads of 20 channels are no whole number of panels; experts run by themselves
+        whole = (name, mode) != ("hybrid", "auto") and name != "next"
         step = engine.runner.step
         assert (step.program is not None) == whole
         if not whole:

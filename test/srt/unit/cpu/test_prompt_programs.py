@@ -10,7 +10,7 @@ import pytest
 import torch
 from runner_harness import PLAIN, TREE, Engine, Live, Settings, greedy
 from test_fused_layers import GRANITE
-from tiny_model import VOCAB, write_folder, write_head, write_model
+from tiny_model import VOCAB, write_delta_model, write_folder, write_head, write_model
 from torch import Tensor
 
 from mamba_eagle.backend.place import Host
@@ -26,12 +26,15 @@ from mamba_eagle.models.loader import random_weights
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Nemotron-H with odd sizes, and Granite, both with attention; a head for the first."""
+    """Nemotron-H with odd sizes, Granite, and Olmo-Hybrid, with attention; a head for the first."""
     room = tmp_path_factory.mktemp("prompts")
     granite = GraniteMoeHybridForCausalLM(parse_config(GRANITE))
     random_weights(granite, 3)
     hybrid = write_model(room / "hybrid")
+    olmo = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"}
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 32}
     return {
+        "olmo": write_delta_model(room / "olmo", **sizes, **olmo),
         "hybrid": hybrid,
         "granite": write_folder(room / "granite", GRANITE, granite),
         "head": write_head(room / "head", hybrid),
@@ -96,7 +99,9 @@ def kept_of(engine: Engine) -> list[Tensor]:
 @pytest.mark.parametrize("threads", [1, 2], indirect=True, ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("mode", ["auto", "int8"])
 @pytest.mark.parametrize(
-    "name, settings", [("hybrid", TREE), ("granite", PLAIN)], ids=["hybrid-eagle", "granite"]
+    "name, settings",
+    [("hybrid", TREE), ("granite", PLAIN), ("olmo", PLAIN)],
+    ids=["hybrid-eagle", "granite", "olmo"],
 )
 def test_programs_compute_what_the_layers_do(
     name: str, settings: Settings, mode: str, folders: dict[str, Path], threads: None
