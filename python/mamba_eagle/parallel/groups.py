@@ -12,7 +12,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Alone(Group):
     def __init__(self) -> None:
         super().__init__(Shard(), torch.device("cpu"))
 
-    def _exchange(self, *_: object) -> NoReturn:
+    def _exchange(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a single rank is always quiet")
 
     _sum = _max = _gather = _from_first = _from_last = _hand_on = _take = _exchange
