@@ -26,8 +26,13 @@ from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.kernels.tree_verify import triton_rows
-from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout, pack_ancestors
-from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
+from mamba_eagle.kernels.tree_verify.layout import (
+    Paths,
+    Room,
+    TreeLayout,
+    free_rows,
+    pack_ancestors,
+)
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 

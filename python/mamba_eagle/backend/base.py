@@ -33,7 +33,6 @@ from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.token_ops import TokenOps
-from mamba_eagle.backend.torch import accept
 from mamba_eagle.backend.torch.attention import (
     CausalAttention,
     GatheredBlocks,
@@ -46,7 +45,7 @@ from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, accept, truncate
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 
@@ -199,7 +198,8 @@ class Backend(TokenOps):
 
         slots: [b] request slots. target: [b, T], the target's token at each node.
         """
-        return accept.accept_tokens(table, slots, tree, target, max_depth)
+        path = accept(tree, target, max_depth)
+        return truncate(path, table.stop_tokens[slots], table.remaining[slots])
 
     def commit_tokens(
         self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
@@ -208,7 +208,14 @@ class Backend(TokenOps):
 
         slots: [b] request slots. kv_slots: [b, T], of the nodes.
         """
-        accept.commit_tokens(table, slots, kv_slots, accepted)
+        count = accepted.count
+        offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
+        columns = table.processed[slots][:, None] + offsets
+        table.kv_slots[slots[:, None], columns] = kv_slots.gather(1, accepted.nodes)
+        table.processed[slots] += count
+        last = accepted.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        table.last_token[slots] = torch.where(count > 0, last, table.last_token[slots])
+        table.remaining[slots] = torch.where(accepted.finished, 0, table.remaining[slots] - count)
 
     def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
         """The KV slots of the roots, the first of kv_slots [b, T], join the requests' own."""

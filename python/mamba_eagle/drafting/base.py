@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
@@ -194,6 +194,13 @@ class DraftParts:
     group: Group  # the ranks that hold parts of the same layers
     # constructor, folder, how this rank gets its part of what is there, operations -> module
     load: Callable[[Callable[[], nn.Module], str, Split | None, LayerOps], nn.Module]
+
+
+def draft_kv(net: ModelConfig, parts: DraftParts, spare: int) -> KVPool:
+    """A drafter's pool: the target's KV slots, one for padding, and ``spare`` ones."""
+    dtype, stored = parts.backend.dtype, kv_dtype(parts.config.kv_cache_dtype, parts.backend.dtype)
+    sizes = (net.num_attention_layers, parts.kv_slots, net.attention)
+    return KVPool(*sizes, dtype, parts.backend.device, 1 + spare, stored)
 
 
 class DraftSource(ABC):

@@ -10,9 +10,8 @@ from torch import Tensor
 from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
 from mamba_eagle.backend.pending import PendingSize
-from mamba_eagle.backend.pools import KVPool, kv_dtype
 from mamba_eagle.backend.prefill import positions_of, prefill_parts
-from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart, draft_kv
 from mamba_eagle.drafting.block_trees import Block, BlockTrees
 from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
 from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
@@ -45,15 +44,7 @@ class BlockDrafter(QueueingDrafter):
         self.first_tap = parts.target.config.hidden_size
         requests = parts.table.processed.shape[0]
         self.rows = model.block.num_rows(config.tree_shape.depth)
-        self.kv = KVPool(
-            net.num_attention_layers,
-            parts.kv_slots,
-            net.attention,
-            backend.dtype,
-            backend.device,
-            num_spare=1 + requests * self.rows,
-            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
-        )
+        self.kv = draft_kv(net, parts, requests * self.rows)
         spare = torch.arange(requests * self.rows, device=backend.device)
         self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pending import PendingSize
-from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
+from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepPart, draft_kv
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
@@ -57,6 +57,22 @@ def draft_rows(config: DraftSettings) -> int:
     return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
+def own_states(network: DraftNetwork, parts: DraftParts) -> StatePool:
+    """The network's, in the target's state slots."""
+    config, net, backend = parts.config, network.config, parts.backend
+    dtype = getattr(torch, config.mamba_ssm_dtype)
+    rounding = backend.state_rounding(config.mamba_ssm_rounding, dtype, parts.table)
+    sizes = (net.num_recurrent_layers, parts.state_slots, net.recurrence, network.carry_size)
+    return StatePool(*sizes, rounding, backend.dtype, backend.device)
+
+
+def bare_roots(tokens: Tensor, shape: TreeShape) -> Tree:
+    """Trees of which only the roots are known: tokens [b] int64."""
+    trees = empty_trees(len(tokens), shape.nodes, tokens.device)
+    trees.tokens[:, 0] = tokens
+    return trees
+
+
 class ModelDrafter(QueueingDrafter):
     """EAGLE-2 trees (arXiv 2406.16858) from a DraftNetwork.
 
@@ -79,34 +95,11 @@ class ModelDrafter(QueueingDrafter):
         room = max_without_rows if net.recurrence is None else max_pending
         self.max_pending = room(config)
         requests = parts.table.processed.shape[0]
-        self.kv = KVPool(
-            net.num_attention_layers,
-            parts.kv_slots,
-            net.attention,
-            backend.dtype,
-            backend.device,
-            num_spare=1 + requests * self.max_lanes,
-            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
-        )
-        self.pool = StatePool(
-            net.num_recurrent_layers,
-            parts.state_slots,
-            net.recurrence,
-            network.carry_size,
-            backend.state_rounding(
-                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), parts.table
-            ),
-            backend.dtype,
-            backend.device,
-        )
-        size = SchemeSize(
-            layers=net.num_recurrent_layers,
-            features=network.carry_size,
-            rows=draft_rows(config),
-            nodes=self.max_pending,
-            accepts=self.max_pending,
-            spare=self.max_lanes,
-        )
+        self.kv = draft_kv(net, parts, requests * self.max_lanes)
+        self.pool = own_states(network, parts)
+        most, lanes = self.max_pending, self.max_lanes
+        layers, carry = net.num_recurrent_layers, network.carry_size
+        size = SchemeSize(layers, carry, draft_rows(config), most, most, lanes)
         self.scheme = backend.state_scheme("deferred", net.recurrence, size, parts.table, self.pool)
 
         # a step also writes entries past ``count``; hence the room past ``max_pending``
@@ -226,24 +219,19 @@ class ModelDrafter(QueueingDrafter):
         """As ``GreedyDrafting``, for all requests."""
         told = () if noise is None else noise.told(shape.depth)
         if len(told) == len(slots) and longest + self.max_accepted <= self.max_pending:
-            return self._roots(slots, shape)  # what needs the network processes the entries
+            # what needs the network processes the entries
+            return bare_roots(self.table.last_token[slots], shape)
         # entries of a request that has ended stay pending until it is released
         roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
         if noise is None or not told:
             return self.growth.grow(slots, roots, shape, noise)
-        trees = self._roots(slots, shape)
+        trees = bare_roots(self.table.last_token[slots], shape)
         asked = [i for i in range(len(slots)) if i not in told]
         if asked:
             index = self.place.to_device(asked)
             own = self.growth.grow(slots[index], roots[index], shape, noise.of(asked))
             for all_trees, drafted in zip(trees, own):
                 all_trees[index] = drafted
-        return trees
-
-    def _roots(self, slots: Tensor, shape: TreeShape) -> Tree:
-        """Trees of which only the roots are known."""
-        trees = empty_trees(len(slots), shape.nodes, slots.device)
-        trees.tokens[:, 0] = self.table.last_token[slots]
         return trees
 
     # ── entries of the sequence ──

@@ -84,10 +84,5 @@ class NgramIndex:
         )
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes of the trie that were ever used, roots included."""
-        return int(self.state[0])
-
-    @property
     def num_bytes(self) -> int:
         return self.nodes.nbytes + self.buckets.nbytes + self.texts.nbytes

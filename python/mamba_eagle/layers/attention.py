@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
@@ -65,18 +67,18 @@ class Attention(Layer):
         return self._qkv[0].rounding if self._qkv else None
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
-        c = self.config
-        heads, kv_heads = c.num_heads, c.num_kv_heads
-        if self._qkv:
-            packed = self._qkv[0](hidden).unflatten(-1, (-1, c.head_dim))
-            q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
-        else:
-            q, k, v = (
-                projection(hidden).unflatten(-1, (-1, c.head_dim))
-                for projection in (self.q_proj, self.k_proj, self.v_proj)
-            )
+        q, k, v = self.projected(hidden, self.config.num_heads)
         q, k = self.place(q, k, ctx)
         return self.o_proj(ctx.attention(self, q, k, v).flatten(1))
+
+    def projected(self, hidden: Tensor | Rounded, heads: int) -> Sequence[Tensor]:
+        """[n, heads, D], as ``q_proj`` makes them, and keys and values [n, kv_heads, D]."""
+        c = self.config
+        if self._qkv:
+            packed = self._qkv[0](hidden).unflatten(-1, (-1, c.head_dim))
+            return packed.split([heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        each = (self.q_proj, self.k_proj, self.v_proj)
+        return [projection(hidden).unflatten(-1, (-1, c.head_dim)) for projection in each]
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Apply the position encoding to q [n, heads, D] and k [n, kv_heads, D]; none here."""

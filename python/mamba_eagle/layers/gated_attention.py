@@ -28,15 +28,7 @@ class GatedAttention(RotaryAttention):
         return {**super().cuts(shard), "q_proj.weight": own, "q_proj.bias": own}
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
-        c = self.config
-        if self.qkv is not None:
-            packed = self.qkv(hidden).unflatten(-1, (-1, c.head_dim))
-            both, k, v = packed.split([2 * c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        else:
-            both, k, v = (
-                projection(hidden).unflatten(-1, (-1, c.head_dim))
-                for projection in (self.q_proj, self.k_proj, self.v_proj)
-            )
+        both, k, v = self.projected(hidden, 2 * self.config.num_heads)
         q, gate = both[:, ::2].contiguous(), both[:, 1::2]
         q, k = self.place(q, k, ctx)
         seen = ctx.attention(self, q, k, v)

@@ -96,12 +96,24 @@ class Snapshots(NamedTuple):
     states: Tensor  # [b, T, *state_shape] float32, after each node
 
 
+class Taps(NamedTuple):
+    """Of a convolution over K tokens."""
+
+    weight: Tensor  # [K, conv_dim], transposed
+    bias: Tensor | None  # [conv_dim]
+
+
 class Recurrent(Layer):
     """A mixer with a recurrence. ``index``: its place among the recurrent layers."""
 
     config: RecurrenceConfig
     index: int
     conv1d: Conv1dWeight | JoinedConv
+
+    def taps(self) -> Taps:
+        """Weights that must not change afterwards, in the order in which kernels read them."""
+        weight, bias = self.conv1d.weight.detach()[:, 0], self.conv1d.bias
+        return Taps(weight.t().contiguous(), None if bias is None else bias.detach())
 
     @abstractmethod
     def gates(self, raw: Tensor) -> Tensor:

@@ -18,27 +18,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.place import Timestamp
-from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.core import PENALTIES
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
-from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constrained_choice import (
     MasksFirst,
     MasksOnDemand,
     NodeLists,
     Walk,
 )
-from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
+from mamba_eagle.runner.constraints import Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.sampling_state import SamplingState
 
 FEW_MASKS = 8  # there is time for the masks of this many nodes in any step of a model
 MAX_AHEAD = 64  # masks, of 16 kB with 131,072 tokens
@@ -49,16 +47,12 @@ class MasksWhileVerifying(MasksOnDemand):
     """Masks of all nodes where they are few. Otherwise as many as are made in time, and then masks
     on demand."""
 
-    def __init__(
-        self,
-        constraints: Constraints,
-        chooser: Chooser,
-        sampling: SamplingState,
-        table: RequestTable,
-    ) -> None:
-        super().__init__(constraints, chooser, sampling, table)
-        self._seconds: dict[tuple[int, ...], float] = {}  # to verify, by the shape of the batch
-        self._usual = 0.0  # seconds of one mask, on average
+    _usual = 0.0  # seconds of one mask, on average
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, ...], float]:
+        """To verify, by the shape of the batch."""
+        return {}
 
     def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
         count = sum(self.constraints.grammar(slot) is not None for slot in nodes.slots)

@@ -14,17 +14,10 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask
+from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, Taps, TreeMask
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
-
-
-class ConvWeights(NamedTuple):
-    """Those of a layer, in the form that each step needs."""
-
-    weight: Tensor  # [K, conv_dim]
-    bias: Tensor | None  # [conv_dim]
 
 
 class TorchLayout(NamedTuple):
@@ -49,7 +42,7 @@ class TorchScheme(StateScheme):
         self.config, self.size, self.table, self.pool = config, size, table, pool
         self.rows = RequestRows(config, size, table, pool)
         self.gates = gate_rows(config, size, self.rows.conv_in)
-        self.layers: dict[int, tuple[Recurrent, ConvWeights]] = {}  # as they come by
+        self.layers: dict[int, tuple[Recurrent, Taps]] = {}  # as they come by
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
@@ -108,15 +101,10 @@ class TorchScheme(StateScheme):
         own.path[nodes.slots[:, None], columns] = rows + own.history
         own.journal_len[nodes.slots] += accepted.count
 
-    def _weights(self, layer: Recurrent) -> ConvWeights:
+    def _weights(self, layer: Recurrent) -> Taps:
         found = self.layers.get(layer.index)
         if found is None:
-            bias = layer.conv1d.bias
-            weights = ConvWeights(
-                layer.conv1d.weight.detach()[:, 0].t().contiguous(),
-                None if bias is None else bias.detach(),
-            )
-            found = self.layers[layer.index] = (layer, weights)
+            found = self.layers[layer.index] = (layer, layer.taps())
         return found[1]
 
 

@@ -18,7 +18,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
-from mamba_eagle.backend.rounding import StateRounding, state_rounding
+from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
@@ -32,7 +32,6 @@ from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
-from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.best_token import triton as best_token
@@ -40,6 +39,7 @@ from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
+from mamba_eagle.kernels.state_rounding.triton import token_keys
 from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
@@ -54,6 +54,13 @@ from mamba_eagle.tree.tree import Tree
 
 MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
 SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
+
+
+class TritonStochastic(Stochastic):
+    """Keys in one launch; ``round`` is torch's, for what has no kernel."""
+
+    def keys(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return token_keys(self.seeds, slots, positions)
 
 
 class TritonBackend(Backend):

@@ -18,8 +18,14 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_verify.gluon import tree_verify
-from mamba_eagle.kernels.tree_verify.layout import Folds, Paths, Room, RowBuffers, TreeLayout
-from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
+from mamba_eagle.kernels.tree_verify.layout import (
+    Folds,
+    Paths,
+    Room,
+    RowBuffers,
+    TreeLayout,
+    free_rows,
+)
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import accept_rows, begin_rows
 from mamba_eagle.layers.mamba2 import Mamba2Mixer

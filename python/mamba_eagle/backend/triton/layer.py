@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -10,16 +10,8 @@ from torch import Tensor
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.layers.recurrent import Recurrent, Taps
 from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
-
-
-class Taps(NamedTuple):
-    """Of a convolution over K tokens."""
-
-    weight: Tensor  # [K, conv_dim], transposed
-    bias: Tensor | None  # [conv_dim]
-
 
 _weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
 _skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
@@ -51,11 +43,7 @@ def taps_of(layer: Recurrent) -> Taps:
     """Cached per layer."""
     taps = _taps.get(layer)
     if taps is None:
-        bias = layer.conv1d.bias
-        taps = _taps[layer] = Taps(
-            layer.conv1d.weight.detach()[:, 0].t().contiguous(),
-            None if bias is None else bias.detach(),
-        )
+        taps = _taps[layer] = layer.taps()
     return taps
 
 

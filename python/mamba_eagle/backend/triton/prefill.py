@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -46,15 +47,9 @@ class PlannedPrefill(PrefillContext):
 class TritonPrefillContext(PlannedPrefill):
     """Mamba2."""
 
-    def __init__(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        paged: NewTokenAttention | None,
-        place: Place,
-    ) -> None:
-        super().__init__(parts, pool, paged, place)
-        self.keys = self.round_keys(self.plan.ends)
+    @cached_property
+    def keys(self) -> Tensor | None:
+        return self.round_keys(self.plan.ends)
 
     def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)

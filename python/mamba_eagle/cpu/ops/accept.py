@@ -1,4 +1,4 @@
-"""Accepting on a CPU: tree/accept.py and backend/torch/accept.py as one loop each. In torch it is
+"""Accepting on a CPU: tree/accept.py and ``Backend.commit_tokens`` as one loop each. In torch it is
 forty small operations on a handful of integers, which cost more than a layer."""
 
 from __future__ import annotations

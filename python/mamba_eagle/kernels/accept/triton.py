@@ -1,4 +1,4 @@
-"""Accepting on a GPU: tree/accept.py and backend/torch/accept.py, one program per request."""
+"""Accepting on a GPU: tree/accept.py and ``Backend.commit_tokens``, one program per request."""
 
 from __future__ import annotations
 

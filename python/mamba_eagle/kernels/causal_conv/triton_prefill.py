@@ -21,23 +21,10 @@ from mamba_eagle.kernels.triton_math import silu, step_sizes
 
 
 @triton.jit
-def _saved_history(
-    xbc,
-    history,
-    segments,
-    segment,
-    last_segment,
-    source,
-    first,
-    known,
-    channel,
-    in_block,
-    xbc_stride,
-    history_stride,
-    CONV_DIM: tl.constexpr,
-    K: tl.constexpr,
-):
+def _saved_history(given, prompt, channel, in_block, CONV_DIM: tl.constexpr, K: tl.constexpr):
     """Write the last K-1 raw inputs of each segment to the state slot that it names."""
+    xbc, history, segments, xbc_stride, history_stride = given
+    segment, last_segment, source, first, known = prompt
     for s in range(segment, last_segment):
         end = tl.load(segments + s * 3 + 1)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
@@ -55,20 +42,8 @@ def _saved_history(
 
 
 @triton.jit
-def _prompt_step_sizes(
-    block,
-    token,
-    valid,
-    dt_raw,
-    dt_bias,
-    dt,
-    n_stride,
-    dt_stride,
-    lowest,
-    highest,
-    H: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-):
+def _prompt_step_sizes(block, token, valid, steps, H: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    dt_raw, dt_bias, dt, n_stride, dt_stride, lowest, highest = steps
     head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     inside = valid[:, None] & (head < H)[None, :]
     place = token.to(tl.int64)[:, None] * dt_stride + head[None, :]
@@ -139,16 +114,13 @@ def _prefill_conv_kernel(
         target = out + token.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
         tl.store(target, silu(total), mask=inside)
         if at == first:  # the only program that reads the history of these channels
-            _saved_history(
-                xbc, history, segments, segment, last_segment, source, first, known,
-                channel[None, :], in_block[None, :], xbc_stride, history_stride, CONV_DIM, K,
-            )  # fmt: skip
+            given = (xbc, history, segments, xbc_stride, history_stride)
+            prompt = (segment, last_segment, source, first, known)
+            _saved_history(given, prompt, channel[None, :], in_block[None, :], CONV_DIM, K)
     else:
         if dt_raw is not None:
-            _prompt_step_sizes(
-                block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n_stride, dt_stride,
-                lowest, highest, H, HEAD_BLOCK,
-            )  # fmt: skip
+            steps = (dt_raw, dt_bias, dt, n_stride, dt_stride, lowest, highest)
+            _prompt_step_sizes(block - CHANNEL_BLOCKS, token, valid, steps, H, HEAD_BLOCK)
 
 
 class StepSizes(NamedTuple):

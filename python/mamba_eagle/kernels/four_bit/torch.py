@@ -25,8 +25,3 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor
     group = 2 * codes.shape[-1] // scale.shape[-1]
     whole = (scale.float() * factor).repeat_interleave(group, -1)
     return numbers(codes, zero, group) * whole
-
-
-def product(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor) -> Tensor:
-    """x [n, in] -> [n, out], x's dtype, with the weight rounded to it."""
-    return x @ dequantize(codes, scale, zero, factor).to(x.dtype).t()

@@ -519,7 +519,7 @@ def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | None = None) -> Tensor:
-    """As torch.py's, plus the bias; sums in float32.
+    """``x Wᵀ`` plus the bias, W as ``dequantize`` gives it; sums in float32.
 
     Args:
         x: [n, in], the weight's dtype.

@@ -42,38 +42,59 @@ def _gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart
     weight,  # [size]; [GROUP] if NORM_FIRST
-    out,  # [n, size]
+    static,  # [1, 1], read if ROUNDED and not DYNAMIC
+    out,  # [n, size]; float8 if ROUNDED
+    scales,  # [n, 1], written if DYNAMIC
     n,
     y_stride,
     gate_stride,
     eps,
+    ROUNDED: tl.constexpr,
+    DYNAMIC: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a block
     BLOCKS: tl.constexpr,  # of a group
-    ROWS: tl.constexpr,  # per program
+    LINES: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A group of channels of some rows."""
-    # where rows do not fill the last program, it repeats the last one
-    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), n - 1).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    channel = tl.program_id(1) * GROUP + column
-    # each row reads the weights, so that they stand where its numbers do; they need not wait
-    weights = weight + tl.zeros([ROWS, 1], tl.int32) + (column if NORM_FIRST else channel)
+    """A group of channels of LINES rows; or if ROUNDED LINES groups of a row: all of them, where
+    they have a scale together."""
+    line, column = tl.arange(0, LINES), tl.arange(0, BLOCK)[None, :]
+    # where lines do not fill the last program, it repeats the last one
+    if ROUNDED:
+        row = tl.program_id(0).to(tl.int64)
+        group = tl.minimum(tl.program_id(1) * LINES + line, SIZE // GROUP - 1)
+        channel = group[:, None] * GROUP + column
+        weights = weight + (column + tl.zeros_like(channel) if NORM_FIRST else channel)
+    else:
+        row = tl.minimum(tl.program_id(0) * LINES + line, n - 1).to(tl.int64)[:, None]
+        channel = tl.program_id(1) * GROUP + column
+        # each row reads the weights, so that they stand where its numbers do; they need not wait
+        weights = weight + tl.zeros([LINES, 1], tl.int32) + (column if NORM_FIRST else channel)
     w = load_blocks(weights, None, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
     gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     normed = _normed(ys, gates, eps, GROUP, BLOCKS, NORM_FIRST)
+    if DYNAMIC:
+        largest = tl.abs(normed[0] * w[0].to(tl.float32))
+        for block in tl.static_range(1, BLOCKS):
+            largest = tl.maximum(largest, tl.abs(normed[block] * w[block].to(tl.float32)))
+        scale = token_scale(tl.max(largest, 1), 0)
+        tl.store(scales + row, scale)
+    elif ROUNDED:
+        scale = tl.load(static)
     for block in tl.static_range(BLOCKS):
         rounded = normed[block]
-        if not NORM_FIRST:  # before the weight, as the layer does
+        if not (NORM_FIRST or ROUNDED):  # before the weight, as the layer does
             rounded = rounded.to(gate.dtype.element_ty).to(tl.float32)
+        value = rounded * w[block].to(tl.float32)
+        if ROUNDED:
+            value = to_e4m3(value / scale)
         at = out + row * SIZE + channel + block * BLOCK
-        inside = column < GROUP - block * BLOCK
-        tl.store(at, rounded * w[block].to(tl.float32), mask=inside)
+        tl.store(at, value, mask=column < GROUP - block * BLOCK)
 
 
 class Config(NamedTuple):
@@ -106,74 +127,30 @@ def gated_norm(
     """
     n, size = y.shape
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
-    group = size // num_groups
-    block, blocks = blocks_of(group)
-    rows, warps = config or choose_config(group)
-    _gated_norm_kernel[(triton.cdiv(n, rows), num_groups)](
-        y,
-        gate,
-        weight,
-        out,
-        n,
-        y.stride(0),
-        gate.stride(0),
-        eps,
-        SIZE=size,
-        GROUP=group,
-        BLOCK=block,
-        BLOCKS=blocks,
-        ROWS=rows,
-        NORM_FIRST=norm_first,
+    rows, warps = config or choose_config(size // num_groups)
+    grid = (triton.cdiv(n, rows), num_groups)
+    _gated_norm_kernel[grid](
+        *(y, gate, weight, None, out, None, n, y.stride(0), gate.stride(0), eps),
+        **_sizes(size, num_groups, rows, norm_first),
+        ROUNDED=False,
+        DYNAMIC=False,
         num_warps=warps,
         **overlapping(y.device),
     )
     return out
 
 
-@triton.jit
-def _rounded_gated_norm_kernel(
-    y,  # [n, size], rows y_stride apart
-    gate,  # [n, size], rows gate_stride apart
-    weight,  # [size]; [GROUP] if NORM_FIRST
-    static,  # [1, 1], read if not DYNAMIC
-    out,  # [n, size] float8
-    scales,  # [n, 1], written if DYNAMIC
-    y_stride,
-    gate_stride,
-    eps,
-    DYNAMIC: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,  # channels of a block
-    BLOCKS: tl.constexpr,  # of a group
-    GROUPS: tl.constexpr,  # of a row that a program takes, padded
-    NORM_FIRST: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Groups of channels of a row: all of them, where they have a scale together."""
-    row = tl.program_id(0).to(tl.int64)
-    # where groups are padding, the last one is repeated
-    group = tl.minimum(tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), SIZE // GROUP - 1)
-    column = tl.arange(0, BLOCK)[None, :]
-    channel = group[:, None] * GROUP + column
-    weights = weight + (column + tl.zeros_like(channel) if NORM_FIRST else channel)
-    w = load_blocks(weights, None, column, GROUP, BLOCK, BLOCKS)
-    previous_done(OVERLAP)
-    gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
-    ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
-    normed = _normed(ys, gates, eps, GROUP, BLOCKS, NORM_FIRST)
-    if DYNAMIC:
-        largest = tl.abs(normed[0] * w[0].to(tl.float32))
-        for block in tl.static_range(1, BLOCKS):
-            largest = tl.maximum(largest, tl.abs(normed[block] * w[block].to(tl.float32)))
-        scale = token_scale(tl.max(largest, 1), 0)
-        tl.store(scales + row, scale)
-    else:
-        scale = tl.load(static)
-    for block in tl.static_range(BLOCKS):
-        at = out + row * SIZE + channel + block * BLOCK
-        inside = column < GROUP - block * BLOCK
-        tl.store(at, to_e4m3(normed[block] * w[block].to(tl.float32) / scale), mask=inside)
+def _sizes(size: int, num_groups: int, lines: int, norm_first: bool) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    block, blocks = blocks_of(size // num_groups)
+    return {
+        "SIZE": size,
+        "GROUP": size // num_groups,
+        "BLOCK": block,
+        "BLOCKS": blocks,
+        "LINES": lines,
+        "NORM_FIRST": norm_first,
+    }
 
 
 def choose_rounded_config(numbers: int) -> Config:
@@ -194,28 +171,16 @@ def rounded_gated_norm(
     """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
     program; with a static scale each has its own. rounding: without groups."""
     n, size = y.shape
-    out = empty_rounded(n, size, rounding, y.device)
-    dynamic, group = rounding.scale is None, size // num_groups
+    out, dynamic = empty_rounded(n, size, rounding, y.device), rounding.scale is None
     groups = triton.next_power_of_2(num_groups) if dynamic else 1
-    block, blocks = blocks_of(group)
-    config = config or choose_rounded_config(groups * block * blocks)
-    _rounded_gated_norm_kernel[(n, 1 if dynamic else num_groups)](
-        y,
-        gate,
-        weight,
-        out.scale,
-        out.values,
-        out.scale,
-        y.stride(0),
-        gate.stride(0),
-        eps,
+    sizes = _sizes(size, num_groups, groups, norm_first)
+    config = config or choose_rounded_config(groups * sizes["BLOCK"] * sizes["BLOCKS"])
+    given = (out.scale, out.values, out.scale, None, y.stride(0), gate.stride(0), eps)
+    _gated_norm_kernel[(n, 1 if dynamic else num_groups)](
+        *(y, gate, weight, *given),
+        **sizes,
+        ROUNDED=True,
         DYNAMIC=dynamic,
-        SIZE=size,
-        GROUP=group,
-        BLOCK=block,
-        BLOCKS=blocks,
-        GROUPS=groups,
-        NORM_FIRST=norm_first,
         num_warps=config.warps,
         **overlapping(y.device),
     )

@@ -54,40 +54,57 @@ def _norm_kernel(
     x,  # [n, SIZE], rows x_stride apart; changed if HAS_ADDED
     added,  # [n, SIZE], rows added_stride apart; read if HAS_ADDED
     weight,  # [SIZE]
-    out,  # [n, SIZE], rows out_stride apart; may be added
+    static,  # [1, 1], read if ROUNDED and not DYNAMIC
+    out,  # [n, SIZE], rows out_stride apart; may be added. Float8 if ROUNDED, rows side by side
+    scales,  # [n, 1], written if DYNAMIC
     n,
     x_stride,
     added_stride,
     out_stride,
     eps,
     HAS_ADDED: tl.constexpr,
+    ROUNDED: tl.constexpr,  # one row per program
+    DYNAMIC: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a block
     BLOCKS: tl.constexpr,  # of a row; they stay in registers
     ROWS: tl.constexpr,  # per program
     OVERLAP: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    # each row reads the weights, so that they stand where its numbers do; they need not wait
-    weights = weight + tl.zeros([ROWS, 1], tl.int32) + column
+    if ROUNDED:
+        row, weights = tl.program_id(0).to(tl.int64), weight + column
+    else:
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        # each row reads the weights, so that they stand where its numbers do; they need not wait
+        weights = weight + tl.zeros([ROWS, 1], tl.int32) + column
     w = load_blocks(weights, None, column, SIZE, BLOCK, BLOCKS)
     previous_done(OVERLAP)
-    exists = row < n
+    exists = None if ROUNDED else row < n
     at = x + row * x_stride + column
     numbers = load_blocks(at, exists, column, SIZE, BLOCK, BLOCKS)
     if HAS_ADDED:
-        others = load_blocks(
-            added + row * added_stride + column, exists, column, SIZE, BLOCK, BLOCKS
-        )
+        beside = added + row * added_stride + column
+        others = load_blocks(beside, exists, column, SIZE, BLOCK, BLOCKS)
         numbers = _sums(numbers, others, at, exists, column, SIZE, BLOCK, BLOCKS)
     else:
         numbers = _widened(numbers, BLOCKS)
     inverse = inverse_rms(numbers, eps, SIZE, BLOCKS)
+    normed = ()
     for block in tl.static_range(BLOCKS):
-        normed = numbers[block] * inverse * w[block].to(tl.float32)
-        to = out + row * out_stride + column + block * BLOCK
-        tl.store(to, normed, mask=inside_row(exists, column, block, SIZE, BLOCK))
+        normed += (numbers[block] * inverse * w[block].to(tl.float32),)
+    if DYNAMIC:
+        largest = tl.abs(normed[0])
+        for block in tl.static_range(1, BLOCKS):
+            largest = tl.maximum(largest, tl.abs(normed[block]))
+        scale = token_scale(tl.max(largest, 1), 0)
+        tl.store(scales + row, scale)
+    elif ROUNDED:
+        scale = tl.load(static)
+    for block in tl.static_range(BLOCKS):
+        value = to_e4m3(normed[block] / scale) if ROUNDED else normed[block]
+        to = out + row * (SIZE if ROUNDED else out_stride) + column + block * BLOCK
+        tl.store(to, value, mask=inside_row(exists, column, block, SIZE, BLOCK))
 
 
 def choose_warps(numbers: int) -> int:
@@ -96,27 +113,37 @@ def choose_warps(numbers: int) -> int:
 
 
 def _launch_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, eps: float, warps: int = 0
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    out: Tensor | Rounded,
+    eps: float,
+    dynamic: bool = False,
 ) -> None:
+    """dynamic: whether each token gets a scale, which is written."""
     n, size = x.shape
     block, blocks = blocks_of(size)
-    rows = max(1, ROW_NUMBERS // (block * blocks))
+    rows, own, warps = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None), choose_warps
+    if rounds := isinstance(out, Rounded):
+        rows, own, warps = 1, (out.scale, out.values, out.scale), warps_of_row
     _norm_kernel[(triton.cdiv(n, rows),)](
         x,
         x if added is None else added,
         weight,
-        out,
-        n,
+        *own,
+        None if rounds else n,
         x.stride(0),
         0 if added is None else added.stride(0),
-        out.stride(0),
+        None if rounds else out.stride(0),
         eps,
         HAS_ADDED=added is not None,
+        ROUNDED=rounds,
+        DYNAMIC=dynamic,
         SIZE=size,
         BLOCK=block,
         BLOCKS=blocks,
         ROWS=rows,
-        num_warps=warps or choose_warps(rows * block * blocks),
+        num_warps=warps(rows * block * blocks),
         **overlapping(x.device),
     )
 
@@ -134,52 +161,6 @@ def add_rms_norm_(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> 
     _launch_norm(stream, added, weight, added, eps)
 
 
-@triton.jit
-def _rounded_norm_kernel(
-    x,  # [n, size], rows x_stride apart; changed if HAS_ADDED
-    added,  # [n, size], rows added_stride apart; read if HAS_ADDED
-    weight,  # [size]
-    static,  # [1, 1], read if not DYNAMIC
-    out,  # [n, size] float8
-    scales,  # [n, 1], written if DYNAMIC
-    x_stride,
-    added_stride,
-    eps,
-    HAS_ADDED: tl.constexpr,
-    DYNAMIC: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # channels of a block
-    BLOCKS: tl.constexpr,  # of a row
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    w = load_blocks(weight + column, None, column, SIZE, BLOCK, BLOCKS)
-    previous_done(OVERLAP)
-    at = x + row * x_stride + column
-    numbers = load_blocks(at, None, column, SIZE, BLOCK, BLOCKS)
-    if HAS_ADDED:
-        others = load_blocks(added + row * added_stride + column, None, column, SIZE, BLOCK, BLOCKS)
-        numbers = _sums(numbers, others, at, None, column, SIZE, BLOCK, BLOCKS)
-    else:
-        numbers = _widened(numbers, BLOCKS)
-    inverse = inverse_rms(numbers, eps, SIZE, BLOCKS)
-    normed = ()
-    for block in tl.static_range(BLOCKS):
-        normed += (numbers[block] * inverse * w[block].to(tl.float32),)
-    if DYNAMIC:
-        largest = tl.abs(normed[0])
-        for block in tl.static_range(1, BLOCKS):
-            largest = tl.maximum(largest, tl.abs(normed[block]))
-        scale = token_scale(tl.max(largest, 1), 0)
-        tl.store(scales + row, scale)
-    else:
-        scale = tl.load(static)
-    for block in tl.static_range(BLOCKS):
-        to = out + row * SIZE + column + block * BLOCK
-        tl.store(to, to_e4m3(normed[block] / scale), mask=column < SIZE - block * BLOCK)
-
-
 def rounded_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounding: Rounding
 ) -> Rounded:
@@ -187,25 +168,6 @@ def rounded_rms_norm(
 
     x, added [n, size], last dimension contiguous; weight [size]. rounding: without groups.
     """
-    n, size = x.shape
-    out = empty_rounded(n, size, rounding, x.device)
-    block, blocks = blocks_of(size)
-    _rounded_norm_kernel[(n,)](
-        x,
-        x if added is None else added,
-        weight,
-        out.scale,
-        out.values,
-        out.scale,
-        x.stride(0),
-        0 if added is None else added.stride(0),
-        eps,
-        HAS_ADDED=added is not None,
-        DYNAMIC=rounding.scale is None,
-        SIZE=size,
-        BLOCK=block,
-        BLOCKS=blocks,
-        num_warps=warps_of_row(block * blocks),
-        **overlapping(x.device),
-    )
+    out = empty_rounded(*x.shape, rounding, x.device)
+    _launch_norm(x, added, weight, out, eps, dynamic=rounding.scale is None)
     return out
