@@ -16,7 +16,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
-from mamba_eagle.model_config import RecurrenceConfig
+from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
 
 
 class RequestRows:
@@ -101,6 +101,13 @@ def row_parts(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> tuple
         )
         for part in config.row_parts
     )
+
+
+def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:
+    """Both, as the kernels for Mamba2 take them."""
+    dt = gate_rows(config, size, like)
+    xB, log_decay = row_parts(config, size, like)
+    return RowBuffers(xB, dt, log_decay)
 
 
 def clear_rows(rows: Iterable[Tensor], slots: Tensor) -> None:

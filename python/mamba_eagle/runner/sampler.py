@@ -1,5 +1,5 @@
 """The rule from logits to tokens, in torch, for one rank and for ranks that each have a part of the
-vocabulary (``Columns``). kernels/sampling/ has it in Triton.
+vocabulary (``Columns``). kernels/sampling/ has it in Triton, and naive.py there is its oracle.
 
 The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
 ``argmax(logits')`` at temperature 0. logits' are the logits after, in this order, penalties, bias,

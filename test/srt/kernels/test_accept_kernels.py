@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter
-from naive import accept as naive
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.kernels.accept import naive
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 

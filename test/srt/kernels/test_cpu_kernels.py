@@ -9,9 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from naive import silu_gate as naive_gate
-from naive.gated_norm import gated_group_rms_norm
-from naive.rms_norm import rms_norm
 from tensor_checks import host_backend
 from torch import Tensor
 
@@ -20,6 +17,9 @@ from mamba_eagle.cpu.layer_ops import CpuOps
 from mamba_eagle.cpu.products import naive as linear_naive
 from mamba_eagle.cpu.products import panels as linear_cpu
 from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct
+from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
+from mamba_eagle.kernels.rms_norm.naive import rms_norm
+from mamba_eagle.kernels.silu_gate import naive as naive_gate
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
 

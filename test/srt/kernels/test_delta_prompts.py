@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
-from naive import delta_rule as naive
 from tensor_checks import Draw, relative_error
 from test_triton_delta import QWEN_27B, QWEN_35B, Case, Random
 from torch import Tensor
@@ -19,6 +18,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.backend.triton.delta_prefill import Bounds, DeltaPrefillContext, TorchScan
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.delta_rule import DeltaRule

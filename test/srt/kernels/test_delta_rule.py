@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import delta_rule as naive
 from tensor_checks import relative_error
 from torch import Tensor
 
+from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.delta_rule.torch import (
     Rows,
     Tokens,

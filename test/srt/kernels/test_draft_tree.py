@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter, runs_kernels
-from naive import draft_tree as naive
 from torch import Tensor
 
+from mamba_eagle.kernels.draft_tree import naive
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree, single_node_tree

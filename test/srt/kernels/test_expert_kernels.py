@@ -12,10 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from naive import experts as naive
-
 from mamba_eagle.backend.triton import experts as fused
 from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.kernels.experts import naive
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
 from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened

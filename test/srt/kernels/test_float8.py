@@ -7,12 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import TORCH, TRITON, all_in_the_interpreter, device_of
-from naive import float8 as naive
-from naive.gated_norm import gated_group_rms_norm
-from naive.relu_squared import relu_squared
-from naive.rms_norm import rms_norm
 from torch import Tensor
 
+from mamba_eagle.kernels.float8 import naive
 from mamba_eagle.kernels.float8.torch import (
     E4M3,
     Rounded,
@@ -22,6 +19,9 @@ from mamba_eagle.kernels.float8.torch import (
     to_e4m3,
     widened,
 )
+from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
+from mamba_eagle.kernels.relu_squared.naive import relu_squared
+from mamba_eagle.kernels.rms_norm.naive import rms_norm
 
 test_in_the_interpreter = all_in_the_interpreter(
     "test_four_bit.py", "test_few_bit_products.py", "test_one_shot_sum.py"

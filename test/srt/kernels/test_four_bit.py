@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import TORCH, TRITON, device_of
-from naive import four_bit as naive
 from torch import Tensor
 
+from mamba_eagle.kernels.four_bit import naive
 from mamba_eagle.kernels.four_bit import torch as four_bit
 
 torch_or_triton = pytest.mark.parametrize("form", [TORCH, TRITON])

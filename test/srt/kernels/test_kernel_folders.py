@@ -1,17 +1,17 @@
-"""What naive/ holds, and what its files may import."""
+"""What a folder of kernels/ holds, and who may import its naive.py."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-import naive
 import pytest
 
+import mamba_eagle
 from mamba_eagle import kernels
 
-FOLDERS = sorted(path.parent.name for path in Path(kernels.__file__).parent.glob("*/__init__.py"))
-FILES = sorted(Path(naive.__file__).parent.glob("[!_]*.py"))
+PACKAGE = Path(mamba_eagle.__file__).parent
+FOLDERS = sorted(path.parent for path in Path(kernels.__file__).parent.glob("*/__init__.py"))
 
 
 def imported(path: Path) -> set[str]:
@@ -26,25 +26,28 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def is_other_form(name: str) -> bool:
-    """Constants of another form may be imported."""
-    module, _, what = name.rpartition(".")
-    parts = module.split(".")
-    if "triton" in parts or "machine_code" in parts:
-        return True
-    own = parts[0] == "mamba_eagle" and (parts[-1] == "torch" or parts[1] == "cpu")
-    return own and not what.isupper()
+def is_naive(name: str) -> bool:
+    return any(part.startswith("naive") for part in name.split("."))
 
 
-def test_every_operation_has_its_naive_form() -> None:
-    assert set(FOLDERS) <= {path.stem for path in FILES}
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_every_folder_has_its_naive_form(folder: Path) -> None:
+    """It is plain Python and torch, and knows the other forms by their constants at most."""
+    assert (folder / "naive.py").exists()
+    for path in folder.glob("naive*.py"):
+        for name in imported(path):
+            module, _, what = name.rpartition(".")
+            parts = module.split(".")
+            assert "triton" not in parts and "machine_code" not in parts, name
+            other_form = parts[0] == "mamba_eagle" and (parts[-1] == "torch" or parts[1] == "cpu")
+            assert not other_form or what.isupper(), name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_naive_forms_know_no_other_one(path: Path) -> None:
-    """They are plain Python and torch."""
-    assert not any(map(is_other_form, imported(path)))
+def test_production_imports_no_naive_form() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if not path.name.startswith("naive"):
+            assert not any(map(is_naive, imported(path))), path
 
 
 def test_the_rule_can_fail() -> None:
-    assert any(map(is_other_form, imported(Path(kernels.__file__).parent / "ssd/triton.py")))
+    assert any(map(is_naive, imported(PACKAGE / "kernels/gated_norm/naive.py")))

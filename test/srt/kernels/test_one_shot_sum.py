@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from forms import INTERPRETED
-from naive import one_shot_sum as naive
 from torch import Tensor
+
+from mamba_eagle.kernels.one_shot_sum import naive
 
 SIZE, TOKENS, PROGRAMS, EPS = 24, 5, 2, 1e-5
 CALLS = [5, 1, 3, 2, 4]  # tokens; programs take turns with them, and buffers with calls

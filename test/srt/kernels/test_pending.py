@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter
-from naive import accept as naive
 from torch import Tensor
 
 from mamba_eagle.backend.pending import UNTRACKED, PendingEntries, PendingSize, Taken
 from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.kernels.accept import naive
 from mamba_eagle.tree.accept import Truncated
 
 REQUESTS, WIDTH, POSITIONS, PADDING, DEEP, NODES = 6, 14, 90, 9999, 5, 7

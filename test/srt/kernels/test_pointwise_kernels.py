@@ -18,17 +18,17 @@ from forms import (
     in_the_interpreter,
     runs_kernels,
 )
-from naive import gated_norm as gated_naive
-from naive import relu_squared as relu_naive
-from naive import rms_norm as rms_naive
-from naive import rotary as rotary_naive
 from torch import Tensor
 
 from mamba_eagle.cpu.ops import gated_norm as gated_cpu
 from mamba_eagle.cpu.ops import rms_norm as rms_cpu
+from mamba_eagle.kernels.gated_norm import naive as gated_naive
 from mamba_eagle.kernels.gated_norm import torch as gated_torch
+from mamba_eagle.kernels.relu_squared import naive as relu_naive
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
+from mamba_eagle.kernels.rms_norm import naive as rms_naive
 from mamba_eagle.kernels.rms_norm import torch as rms_torch
+from mamba_eagle.kernels.rotary import naive as rotary_naive
 from mamba_eagle.kernels.rotary.torch import rotate
 from mamba_eagle.layers.ops import HeadNorms, LayerOps
 
@@ -193,8 +193,7 @@ def test_relu_squared(form: str, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 1500])
 def test_silu_and_mul(form: str, dtype: torch.dtype, size: int) -> None:
-    from naive import silu_gate as naive
-
+    from mamba_eagle.kernels.silu_gate import naive
     from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 
     both = 4 * normal(3, 2 * size + 8, dtype=dtype)[:, 8:]
@@ -207,8 +206,7 @@ def test_silu_and_mul(form: str, dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_by_sigmoid(form: str, dtype: torch.dtype) -> None:
     """A gate for each number, of heads that lie apart, as what is gated may; or one for a row."""
-    from naive import sigmoid_gate as naive
-
+    from mamba_eagle.kernels.sigmoid_gate import naive
     from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 
     packed = 6 * normal(3, 4, 24, dtype=dtype)

@@ -1,12 +1,11 @@
-"""Prompts of several requests in one batch: the plan, and the scan and the convolution on a CPU."""
+"""Prompts of several requests in one batch: the plan, and the scan and the convolution in torch and
+on a CPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from naive import causal_conv as conv_naive
-from naive import ssd as ssd_naive
 from prefill_rig import PROMPTS, SLOTS, Batch, make_batch
 from tensor_checks import relative_error
 from torch import Tensor
@@ -15,10 +14,22 @@ from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
 from mamba_eagle.cpu.ops.ssd import scan
 from mamba_eagle.cpu.prefill import tokens_of
 from mamba_eagle.cpu.threads import Threaded
+from mamba_eagle.kernels.causal_conv import naive as conv_naive
+from mamba_eagle.kernels.causal_conv.torch import conv_prompts
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.ssd.torch import even_chunk
+from mamba_eagle.kernels.ssd import naive as ssd_naive
+from mamba_eagle.kernels.ssd.torch import even_chunk, scan_prompts
 
 torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_prompts_equal_the_recurrence_from_and_to_their_states(chunk: int) -> None:
+    batch = make_batch((4, 6, 2, 5))
+    wanted = ssd_naive.scan_prompts(*batch[1:], batch.prompts)
+    y = scan_prompts(*batch[1:], batch.prompts, chunk)
+    assert relative_error(y, wanted.y) < 2e-6
+    assert relative_error(batch.state, wanted.state) < 2e-6
 
 
 def scanned(batch: Batch, form: str = "serial") -> Tensor:
@@ -64,6 +75,21 @@ def test_threads_and_the_rest_of_the_batch_change_no_bit() -> None:
 
 def test_chunks_pad_little() -> None:
     assert [even_chunk(n) for n in (1, 63, 64, 65, 129, 640)] == [1, 63, 64, 33, 43, 64]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_convolved_prompts_equal_a_loop(width: int, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(width)
+    xbc, weight, history, bias = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((47, 6), (width, 6), (SLOTS, width - 1, 6), (6,))
+    )
+    taps = (weight, bias if with_bias else None)
+    wanted = conv_naive.conv_prompts(xbc, *taps, history, PROMPTS)
+    out = conv_prompts(xbc, *taps, history, PROMPTS)
+    torch.testing.assert_close(out.double(), wanted.out, rtol=1e-5, atol=1e-6)
+    assert torch.equal(history, wanted.history)
 
 
 @pytest.mark.parametrize("form", ["serial", "parallel"])

@@ -1,5 +1,4 @@
-"""Which rows a step's nodes take and which stay, by Triton, against
-naive/tree_verify_rows.py.
+"""Which rows a step's nodes take and which stay, by Triton, against naive_rows.py.
 
 A CPU's kernels are in test_tree_verify.py.
 """
@@ -16,11 +15,9 @@ from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from naive import tree_verify_rows as naive_rows
-from naive.tree_verify_rows import RowKeeper
-
-from mamba_eagle.kernels.tree_verify import triton_rows
+from mamba_eagle.kernels.tree_verify import naive_rows, triton_rows
 from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
+from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
 from mamba_eagle.tree.tree import Tree
 
 REQUESTS, STATE_SLOTS = 6, 9

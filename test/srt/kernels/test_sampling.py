@@ -21,13 +21,13 @@ from forms import (
     every_form,
     runs_kernels,
 )
-from naive import sampling as naive
 from tensor_checks import sample, torch_backend
 from torch import Tensor
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
+from mamba_eagle.kernels.sampling import naive
 from mamba_eagle.kernels.sampling.tables import NUMBERS, SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.runner.sampling_state import SamplingState

@@ -11,9 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 from forms import TORCH, TRITON, device_of
-from naive import sampling_noise as naive
 from torch import Tensor
 
+from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 
 SEEDS, POSITIONS = (0, 2**63 - 1, 1234567), (0, 131_071, 1)

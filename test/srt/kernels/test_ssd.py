@@ -8,12 +8,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import causal_conv as naive
-from naive.ssd import recurrence_oracle
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
+from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.torch import causal_conv, causal_conv_windows
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.ssd.torch import ssd_chunked
 
 torch.set_num_threads(1)

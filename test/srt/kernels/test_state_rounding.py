@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from forms import DEVICE, INTERPRETED, every_form, in_the_interpreter
-from naive import state_rounding as naive
 from torch import Tensor
 
+from mamba_eagle.kernels.state_rounding import naive
 from mamba_eagle.kernels.state_rounding.torch import random_bits, round_states, token_keys
 
 test_in_the_interpreter = in_the_interpreter

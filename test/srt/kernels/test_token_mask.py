@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from forms import backend_of, device_of, every_form, in_the_interpreter
-from naive import token_mask as naive
+
+from mamba_eagle.kernels.token_mask import naive
 
 test_in_the_interpreter = in_the_interpreter
 

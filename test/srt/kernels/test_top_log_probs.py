@@ -15,14 +15,14 @@ from forms import (
     every_form,
     runs_kernels,
 )
-from naive import top_log_probs as naive
-from naive import top_parts as parts_naive
 from tensor_checks import host_backend
 from torch import Tensor
 
 from mamba_eagle.cpu.ops import top_log_probs as cpu
+from mamba_eagle.kernels.top_log_probs import naive
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_log_probs
+from mamba_eagle.kernels.top_parts import naive as parts_naive
 
 
 def top(form: str, logits: Tensor, k: int) -> TopTokens:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, GPU, backend_of, device_of, every_form, runs_kernels
-from naive import top_noisy as naive
-from naive.best_token import best_token
-from naive.sampling_noise import gumbel
 from torch import Tensor
 
+from mamba_eagle.kernels.best_token.naive import best_token
 from mamba_eagle.kernels.best_token.torch import RowNoise
+from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy import naive
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 
 TEMPERATURES = [0.0, 1.0, 0.3, 5.0]

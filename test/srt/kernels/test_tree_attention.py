@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from naive import tree_attention as naive
 from verify_rig import random_tree
 
 from mamba_eagle.cpu.ops import tree_attention as cpu
+from mamba_eagle.kernels.tree_attention import naive
 from mamba_eagle.kernels.tree_attention.torch import masked_attention, sink_attention
 from mamba_eagle.layers.block_attention import block_mask
 

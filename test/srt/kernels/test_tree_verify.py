@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from naive import tree_verify as naive
-from naive.tree_verify_rows import RowKeeper
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
 from mamba_eagle.cpu.ops import tree_verify as cpu
+from mamba_eagle.kernels.tree_verify import naive
+from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 
 torch.set_num_threads(1)

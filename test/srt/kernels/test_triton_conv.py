@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import causal_conv as naive
 from tensor_checks import Draw
 from torch import Tensor
 from triton_rig import NANO, to_device, tree_layout
 from verify_rig import random_tree
 
+from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.triton import Config, ConvWeights, tree_conv
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.tree.tree import Tree

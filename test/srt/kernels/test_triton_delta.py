@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import delta_rule as naive
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import BFLOAT16_ERROR, assert_mostly_equal, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
+from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals

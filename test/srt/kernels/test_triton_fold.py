@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import tree_verify as naive
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import NANO, assert_mostly_equal, to_device
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
+from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 

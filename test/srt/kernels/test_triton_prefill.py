@@ -8,15 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import causal_conv as conv_naive
-from naive import ssd as ssd_naive
 from prefill_rig import PROMPTS, SLOTS, make_batch
 from tensor_checks import Draw, relative_error
 from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device
 
+from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes

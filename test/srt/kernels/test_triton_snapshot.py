@@ -7,13 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import tree_verify as naive
 from tensor_checks import Draw, relative_error
 from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
+from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,

@@ -12,16 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from naive import tree_attention as naive
-from naive.tree_verify import root_path
-
 from mamba_eagle.kernels.float8.torch import to_e4m3
+from mamba_eagle.kernels.tree_attention import naive
 from mamba_eagle.kernels.tree_attention.triton import (
     Config,
     choose_config,
     paged_tree_attention,
 )
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
+from mamba_eagle.kernels.tree_verify.naive import root_path
 from mamba_eagle.layers.block_attention import block_mask
 
 GARBAGE = 1e4  # in KV slots that must not be read

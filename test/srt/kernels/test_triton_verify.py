@@ -8,14 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
-from naive import tree_verify as naive
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device, tree_layout
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
-from mamba_eagle.kernels.tree_verify import gluon
+from mamba_eagle.kernels.tree_verify import gluon, naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.tree.tree import Tree, single_node_tree

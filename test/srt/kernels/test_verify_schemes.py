@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from naive.ssd import recurrence_oracle
 from tensor_checks import relative_error
 from torch import Tensor
 from verify_rig import (
@@ -25,6 +24,7 @@ from verify_rig import (
     truncated,
 )
 
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.tree.tree import single_node_tree

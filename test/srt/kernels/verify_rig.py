@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from forms import backend_of
-from naive import delta_rule as naive
-from naive.causal_conv import convolve, step_sizes
-from naive.ssd import recurrence_oracle
 from tensor_checks import relative_error
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
+from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
+from mamba_eagle.kernels.delta_rule import naive
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import DeltaConfig, Mamba2Config

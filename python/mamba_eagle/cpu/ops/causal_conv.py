@@ -64,7 +64,7 @@ def convolve_token(t, xbc, at, conv, history, tokens, out):
 
 @threaded
 def convolve_prompts(xbc, at, conv, history, tokens, out):
-    """The naive form's conv_prompts, without the histories that it saves.
+    """torch.py's conv_prompts, without the histories that it saves.
 
     xbc [n, at + C or more]; conv [K + 1, C]: the taps, the token's own last, then the bias; history
     [slots, K-1, C], only read; tokens [n, 2]. Out: out [n or more, C].

@@ -151,7 +151,7 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """``conv_prompts``, split into x, B and C, and step sizes. Nothing waits for the device.
+    """torch.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
 
     Args:
         xbc: [n, conv_dim]; dt_raw: [n, H]; both may be views of in_proj's output.
@@ -180,8 +180,7 @@ def conv_prompts(
     block: int = 256,
     warps: int = 4,
 ) -> Tensor:
-    """The convolution over prompts that lie one after the other, from and to state slots, and SiLU.
-    Nothing waits for the device.
+    """torch.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
 
     Args:
         channels: [n, conv_dim], last dimension contiguous. weight: [K, conv_dim]; bias [conv_dim].

@@ -1,7 +1,7 @@
 """Delta rules in torch: whole trees from one state by the dual form, folds, and prompts by chunks.
 
-The rule is in docs/design/delta-rules.md. Along a path from a state S0, with G the sum of g on it,
-``j ≺ i`` if j is above i, and ``E_ij = exp(G_i − G_j)`` per channel:
+The rule is that of ``naive.py``. Along a path from a state S0, with G the sum of g on it, ``j ≺ i``
+if j is above i, and ``E_ij = exp(G_i − G_j)`` per channel:
 
     u_i = r_i − S0 (exp(G_i) ∘ l_i) − Σ_{j ≺ i} (l_i · E_ij k_j) u_j
     o_i = S0 (exp(G_i) ∘ q_i) + Σ_{j ⪯ i} (q_i · E_ij k_j) u_j

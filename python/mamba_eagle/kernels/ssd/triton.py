@@ -194,8 +194,7 @@ def scan(
     round_keys: Tensor | None = None,
     layer: int = 0,
 ) -> Tensor:
-    """The scan over prompts that lie one after the other, from and to state slots. Nothing waits
-    for the device.
+    """torch.py's scan_prompts. Nothing waits for the device.
 
     Args:
         x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows are fine.

@@ -1,4 +1,4 @@
-"""States of 16 bits, rounded stochastically. Equal bit for bit on all devices and in all forms."""
+"""naive.py for whole states. Equal bit for bit on all devices and in all forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.py inside of kernels that write states: nothing but the key is read from memory."""
+"""naive.py inside of kernels that write states: nothing but the key is read from memory."""
 
 from __future__ import annotations
 

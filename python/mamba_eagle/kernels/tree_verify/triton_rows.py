@@ -1,7 +1,7 @@
 """Which rows the nodes of a step take, and which of them stay: the index work of rows and folds.
 
 Each request has one program; accepting has one more for each block of its features. layout.py says
-what ``path`` is.
+what ``path`` is, and naive_rows.py what is chosen.
 """
 
 from __future__ import annotations

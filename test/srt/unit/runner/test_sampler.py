@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from naive import sampling_noise as naive
 from tensor_checks import host_backend, sample
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
+from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from naive.ssd import recurrence_oracle
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 
 
 class Rows(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from naive.tree_verify import root_path
+from mamba_eagle.kernels.tree_verify.naive import root_path
 
 
 def attention(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.prefill_plan import Prompt
-from naive.tree_verify import root_path
+from mamba_eagle.kernels.tree_verify.naive import root_path
 
 
 def convolve(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

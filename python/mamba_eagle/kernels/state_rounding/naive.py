@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import struct
 
-from naive.sampling_noise import splitmix64
+from mamba_eagle.kernels.sampling_noise.naive import splitmix64
 
 DOMAIN = 0x53544154  # "STAT"
 _MASK = 2**32 - 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from naive.top_log_probs import Top
+from mamba_eagle.kernels.top_log_probs.naive import Top
 
 
 class Part(NamedTuple):

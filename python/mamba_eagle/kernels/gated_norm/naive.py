@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from naive.rms_norm import rms_norm
+from mamba_eagle.kernels.rms_norm.naive import rms_norm
 
 
 def gated_group_rms_norm(
