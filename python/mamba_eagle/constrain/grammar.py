@@ -1,7 +1,6 @@
 """Builds grammar texts for llguidance: the one form in which constraints travel.
 
     json_schema_grammar({"type": "integer"}).text        # goes into SamplingParams.grammar
-    after_reasoning("</think>", json_object_grammar())   # reasoning first, then a JSON object
     lark_grammar(f'start: "x=" @{number.name}', number)  # own rules around another grammar
 
 A ``Grammar`` is immutable and only text: nothing is compiled here. Whether llguidance takes it is
@@ -83,11 +82,6 @@ def json_schema_grammar(
     return Grammar("json_schema", checked_schema(schema, whitespace))
 
 
-def json_object_grammar() -> Grammar:
-    """Any JSON object."""
-    return json_schema_grammar({"type": "object"})
-
-
 def regex_grammar(pattern: str) -> Grammar:
     """Text that matches the whole pattern, in the syntax of Rust's regex crate (no look-around, no
     back-references).
@@ -134,20 +128,6 @@ def lark_grammar(text: str, *uses: Grammar) -> Grammar:
 def text_grammar(text: str, special: Mapping[str, int] | None = None) -> Grammar:
     """Exactly this text; what ``special`` names in it are those special tokens."""
     return lark_grammar(f"start: {literal(text, special)}")
-
-
-def after_reasoning(
-    end: str, body: Grammar, special: Mapping[str, int] | None = None, begin: str = ""
-) -> Grammar:
-    """Free text up to the first ``end``, some white space, then ``body``.
-
-    So reasoning is not a state beside the grammar, and a draft tree may cross its end. ``end`` is a
-    special token if ``special`` has it (``Vocabulary.special``), otherwise text. begin: what the
-    model has to write before its reasoning, if the prompt does not end with it.
-    """
-    opening = literal(begin, special) if begin else ""
-    rules = f"start: {opening} {until(end, special, 'thought')} SPACES @{body.name}\n"
-    return lark_grammar(rules + until_rule(end, special, "thought") + f"SPACES: {SPACES}", body)
 
 
 def sequence(*parts: Grammar) -> Grammar:

@@ -43,11 +43,6 @@ class Matchers:
             self._vocabulary = self._threads.submit(self._load)
         return self._vocabulary
 
-    @property
-    def has_vocabulary(self) -> bool:
-        """Whether it is loaded, so that nothing else is needed to compile a grammar."""
-        return self._vocabulary is not None and self._vocabulary.done()
-
     def wait(self) -> None:
         """Until the vocabulary is loaded, or cannot be, if it was begun."""
         if self._vocabulary is not None:

@@ -156,13 +156,15 @@ class _Reader:
     def __init__(self, special: Special) -> None:
         self.special = special
         self.kinds: dict[str, Callable[[Mapping[str, Any], str, int], Grammar]] = {
-            "any_text": self._any_text,
-            "const_string": self._const_string,
+            "any_text": lambda *_: lark_grammar(f"start: TEXT\nTEXT: {ANY_TEXT}"),
+            "const_string": lambda value, path, _: text_grammar(
+                _text(value, "value", path), special
+            ),
             "grammar": self._grammar,
             "json_schema": self._json_schema,
-            "or": self._or,
+            "or": lambda *part: any_of(*self._elements(*part)),
             "regex": self._regex,
-            "sequence": self._sequence,
+            "sequence": lambda *part: sequence(*self._elements(*part)),
             "tag": self._tag,
             "tags_with_separator": self._separated,
             "triggered_tags": self._triggered,
@@ -188,12 +190,6 @@ class _Reader:
             raise GrammarError(f"type {shown(kind)} is not one of {known}", path + ".type")
         return self.kinds[kind](value, path, depth + 1)
 
-    def _any_text(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
-        return lark_grammar(f"start: TEXT\nTEXT: {ANY_TEXT}")
-
-    def _const_string(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
-        return text_grammar(_text(value, "value", path), self.special)
-
     def _grammar(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
         return _at(path + ".grammar", lambda: ebnf_grammar(_text(value, "grammar", path)))
 
@@ -203,12 +199,6 @@ class _Reader:
 
     def _regex(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
         return _at(path + ".pattern", lambda: regex_grammar(_text(value, "pattern", path)))
-
-    def _or(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
-        return any_of(*self._elements(value, path, depth))
-
-    def _sequence(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
-        return sequence(*self._elements(value, path, depth))
 
     def _elements(self, value: Mapping[str, Any], path: str, depth: int) -> list[Grammar]:
         elements = _list(value, "elements", path)

@@ -130,33 +130,37 @@ def _eps(file: GgufFile) -> float:
     return float(file.need("attention.layer_norm_epsilon") if rms is None else rms)
 
 
-def _mamba2(file: GgufFile) -> dict[str, Any]:
+def _ssm(file: GgufFile, names: str) -> dict[str, Any]:
+    """Of the Mamba2 layers: heads, their channels and state, groups, taps of the convolution, and
+    whether it and the first projection have a bias; under the family's names of these."""
     heads = _size(file, "ssm.time_step_rank")
+    values = (
+        heads,
+        _size(file, "ssm.inner_size") // heads,
+        file.need("ssm.state_size"),
+        file.get("ssm.group_count", 1),
+        file.need("ssm.conv_kernel"),
+        _has(file, "ssm_conv1d.bias"),
+        _has(file, "ssm_in.bias"),
+    )
+    return dict(zip(names.split(), values))
+
+
+def _mamba2(file: GgufFile) -> dict[str, Any]:
+    names = "num_heads head_dim state_size n_groups conv_kernel use_conv_bias use_bias"
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
-        "num_heads": heads,
-        "head_dim": _size(file, "ssm.inner_size") // heads,
-        "state_size": file.need("ssm.state_size"),
-        "n_groups": file.get("ssm.group_count", 1),
-        "conv_kernel": file.need("ssm.conv_kernel"),
-        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "use_bias": _has(file, "ssm_in.bias"),
+        **_ssm(file, names),
         "layer_norm_epsilon": _eps(file),
     }
 
 
 def _mixers(file: GgufFile) -> dict[str, Any]:
     """The keys that Granite and Falcon-H1 share with Bamba."""
-    heads = _size(file, "ssm.time_step_rank")
+    names = "n_heads d_head d_state n_groups d_conv conv_bias proj_bias"
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": _size(file, "ssm.inner_size") // heads,
-        "mamba_d_state": file.need("ssm.state_size"),
-        "mamba_n_groups": file.get("ssm.group_count", 1),
-        "mamba_d_conv": file.need("ssm.conv_kernel"),
-        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        **{f"mamba_{name}": value for name, value in _ssm(file, names).items()},
         "rms_norm_eps": _eps(file),
         **_attention(file),
     }
@@ -247,18 +251,12 @@ def _falcon_h1(file: GgufFile) -> dict[str, Any]:
 
 def _nemotron_h(file: GgufFile) -> dict[str, Any]:
     kinds = _kinds(file)
-    heads = _size(file, "ssm.time_step_rank")
+    names = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel"
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
         "layers_block_type": kinds,
-        "mamba_num_heads": heads,
-        "mamba_head_dim": _size(file, "ssm.inner_size") // heads,
-        "ssm_state_size": file.need("ssm.state_size"),
-        "n_groups": file.get("ssm.group_count", 1),
-        "conv_kernel": file.need("ssm.conv_kernel"),
-        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "use_bias": _has(file, "ssm_in.bias"),
+        **_ssm(file, f"{names} use_conv_bias use_bias"),
         "mlp_bias": _has(file, "ffn_up.bias"),
         "intermediate_size": _sizes(file, "ffn_up.weight")[0] if "mlp" in kinds else 0,
         "layer_norm_epsilon": _eps(file),

@@ -12,8 +12,9 @@ from llguidance import TokenizerWrapper
 from runner_harness import Engine, Live, PlainModel
 from torch import Tensor
 
+from mamba_eagle.chat.family import Tags
+from mamba_eagle.chat.thinking import thinking_first
 from mamba_eagle.constrain.grammar import (
-    after_reasoning,
     choice_grammar,
     json_schema_grammar,
     regex_grammar,
@@ -37,11 +38,13 @@ PERSON = {
     "required": ["a", "c"],
     "additionalProperties": False,
 }
+REASONED = thinking_first(regex_grammar("[0-9]{3}"), Tags("{", "#"), "open")
+assert REASONED is not None
 GRAMMARS = {
     "schema": json_schema_grammar(PERSON, whitespace=""),
     "regex": regex_grammar(r"[a-c]{2,5}(-[0-9]{2}){1,3}"),
     "choice": choice_grammar(["yes", "no", "abcabc", "true"]),
-    "reasoning": after_reasoning("#", regex_grammar("[0-9]{3}")),
+    "reasoning": REASONED,
     "open": regex_grammar("[a-z ]+"),
 }
 

@@ -141,15 +141,12 @@ class Grammars:
         self._lock = Lock()
 
     @cached_property
-    def _special(self) -> Mapping[str, int]:
+    def special(self) -> Mapping[str, int]:
+        """The names of special tokens and their ids; {} without a tokenizer."""
         try:
             return special_tokens(self._tokenizer.json()) if self._tokenizer is not None else {}
         except NoVocabulary:
             return {}
-
-    def special(self) -> Mapping[str, int]:
-        """The names of special tokens and their ids; {} without a tokenizer."""
-        return self._special
 
     def check(self, grammar: Grammar, path: str) -> str:
         """The text for ``SamplingParams.grammar``; path: the field that asked for it.
@@ -316,17 +313,9 @@ class _Form(NamedTuple):
     whitespace: str | None
 
 
-def _regex(value: Any, form: _Form) -> Grammar:
-    return regex_grammar(_string(value))
-
-
-def _ebnf(value: Any, form: _Form) -> Grammar:
-    return ebnf_grammar(_string(value))
-
-
 def _json_schema(value: Any, form: _Form) -> Grammar:
     if value == ANY_OBJECT:
-        return _json_object(value, form)
+        value = {"type": "object"}
     if isinstance(value, str):
         _string(value)
     made = json_schema_grammar(value, form.whitespace)
@@ -340,11 +329,7 @@ def _json_schema(value: Any, form: _Form) -> Grammar:
     return made
 
 
-def _json_object(value: Any, form: _Form) -> Grammar:
-    return json_schema_grammar({"type": "object"}, form.whitespace)
-
-
-def _choice(value: Any, form: _Form) -> Grammar:
+def _choice(value: Any) -> Grammar:
     if isinstance(value, list) and len(value) > MAX_CHOICES:
         raise GrammarError(f"{len(value)} choices are more than the limit of {MAX_CHOICES}")
     choices = kinds.all_of(value, kinds.as_text)
@@ -353,17 +338,13 @@ def _choice(value: Any, form: _Form) -> Grammar:
     return choice_grammar(choices)
 
 
-def _structural_tag(value: Any, form: _Form) -> Grammar:
-    return structural_tag_grammar(value, form.grammars.special())
-
-
 _MAKERS: dict[str, Callable[[Any, _Form], Grammar]] = {
-    "regex": _regex,
-    "ebnf": _ebnf,
+    "regex": lambda value, form: regex_grammar(_string(value)),
+    "ebnf": lambda value, form: ebnf_grammar(_string(value)),
     "json_schema": _json_schema,
-    "json_object": _json_object,
-    "choice": _choice,
-    "structural_tag": _structural_tag,
+    "json_object": lambda value, form: _json_schema(ANY_OBJECT, form),
+    "choice": lambda value, form: _choice(value),
+    "structural_tag": lambda value, form: structural_tag_grammar(value, form.grammars.special),
 }
 
 

@@ -43,10 +43,10 @@ from runner_harness import (
 from tensor_checks import host_backend, sample
 from tiny_drafters import DRAFTERS
 
+from mamba_eagle.chat.family import Tags
+from mamba_eagle.chat.thinking import thinking_first
 from mamba_eagle.constrain.grammar import (
-    after_reasoning,
     ebnf_grammar,
-    json_object_grammar,
     json_schema_grammar,
     regex_grammar,
 )
@@ -432,8 +432,10 @@ def test_8_only_what_was_accepted_advances_the_matcher(
 
 def test_9_reasoning_is_part_of_the_grammar() -> None:
     """Its end may be text or a special token, and a tree may cross it."""
-    lazy = after_reasoning("#", regex_grammar("[0-9]{3}"))
-    special = after_reasoning("<x>", regex_grammar("[0-9]{3}"), {"<x>": 95})
+    digits_only = regex_grammar("[0-9]{3}")
+    lazy = thinking_first(digits_only, Tags("{", "#"), "open")
+    special = thinking_first(digits_only, Tags("{", "<x>"), "open", {"<x>": 95})
+    assert lazy is not None and special is not None
     free = ids(allowed(lazy.text, Letters()("some thing")))
     assert len(free) > 70 and EOS not in free
     digits = [token for token in range(VOCAB) if Letters().tokens[token].isdigit()]
@@ -455,7 +457,7 @@ def test_9_reasoning_is_part_of_the_grammar() -> None:
 
 def test_10_json_is_compact() -> None:
     """A weak model could go on with blanks for ever."""
-    grammar = json_object_grammar().text
+    grammar = json_schema_grammar({"type": "object"}).text
     blanks = set(Letters()(" \n"))
     (blank,) = Letters()(" ")
     for text, expected in (

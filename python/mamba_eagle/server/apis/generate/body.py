@@ -94,7 +94,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
     requests: list[PromptRequest] = []
     number = 0  # of the sample in the whole request
     for i, token_ids in enumerate(_read_prompts(body, state)):
-        n = samplings[i]["n"]
+        own, n = _own(body, i, count), samplings[i]["n"]
         if n == 1:
             sample_rids = [rids[i]]
         elif rids[i] == rid:
@@ -107,13 +107,13 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 rid=rids[i],
                 token_ids=token_ids,
                 sample_rids=sample_rids,
-                return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
-                return_routed_experts=_asks_for_experts(body, i, count, state),
-                adapter=_read_adapter(body, i, count, state),
+                return_spec_trace=bool(own["return_spec_trace"]),
+                return_routed_experts=_asks_for_experts(own, state),
+                adapter=_read_adapter(own, state),
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
                 **schedule,
-                **_read_logprobs(body, i, count, len(token_ids), state.vocab_size),
+                **_read_logprobs(own, len(token_ids), state.vocab_size),
             )
         )
     check_demand(requests, state.context_length)
@@ -237,45 +237,60 @@ NAMED = kinds.integers("token ids", MAX_STOP_TOKEN_IDS)
 # ── logprobs ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _own(body: GenerateBody, name: str, kind: kinds.Kind, i: int, count: int) -> Any:
-    """Prompt i's own of a field that may be one value or a list with one per prompt."""
-    value = getattr(body, name)
-    if isinstance(value, list):
-        if len(value) != count:
+OWN = {
+    "return_logprob": kinds.FLAG,
+    "logprob_start_len": kinds.INTEGER_KIND,
+    "top_logprobs_num": kinds.INTEGER_KIND,
+    "token_ids_logprob": NAMED,
+    "return_spec_trace": kinds.FLAG,
+    "return_routed_experts": kinds.FLAG,
+    "lora_path": kinds.TEXT,
+}
+
+
+def _own(body: GenerateBody, i: int, count: int) -> Fields:
+    """Prompt i's of the fields that may be one value or a list with one per prompt."""
+    own = {}
+    for name, kind in OWN.items():
+        value = getattr(body, name)
+        is_list = isinstance(value, list)
+        if is_list and kind is NAMED:
+            is_list = bool(value) and isinstance(value[0], list)
+        if is_list and len(value) != count:
             remedy = f"the list has {len(value)} entries for {count} prompts"
             raise RequestError.about(name, value, remedy)
-        value = value[i]
-    return None if value is None else kind.take(value, name)
+        value = value[i] if is_list else value
+        own[name] = None if value is None else kind.take(value, name)
+    return own
 
 
-def _read_adapter(body: GenerateBody, i: int, count: int, state: ServerState) -> str:
+def _read_adapter(own: Fields, state: ServerState) -> str:
     """Raises: RequestError 400 unless it is loaded: SGLang's field has a name, not a folder."""
-    name = _own(body, "lora_path", kinds.TEXT, i, count) or ""
+    name = own["lora_path"] or ""
     if name and name not in state.adapters:
         raise RequestError.about("lora_path", name, state.loaded_adapters)
     return str(name)
 
 
-def _asks_for_experts(body: GenerateBody, i: int, count: int, state: ServerState) -> bool:
-    asks = bool(_own(body, "return_routed_experts", kinds.FLAG, i, count))
+def _asks_for_experts(own: Fields, state: ServerState) -> bool:
+    asks = bool(own["return_routed_experts"])
     if asks and not state.config.enable_return_routed_experts:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
     return asks
 
 
-def _read_logprobs(
-    body: GenerateBody, i: int, count: int, prompt_length: int, vocab_size: int
-) -> dict[str, Any]:
+def _read_logprobs(own: Fields, prompt_length: int, vocab_size: int) -> Fields:
     """What a prompt wants of logprobs."""
-    wanted = _own(body, "return_logprob", kinds.FLAG, i, count)
-    start = _own(body, "logprob_start_len", kinds.INTEGER_KIND, i, count)
-    best = _own(body, "top_logprobs_num", kinds.INTEGER_KIND, i, count)
-    named = _read_named(body, i, count, vocab_size)
-    if not wanted and named:
-        remedy = "needs return_logprob: send that as well"
+    start, best = own["logprob_start_len"], own["top_logprobs_num"]
+    named: list[int] = own["token_ids_logprob"] or []
+    if not all(0 <= token < vocab_size for token in named):
+        remedy = f"each must be between 0 and {vocab_size - 1}"
         raise RequestError.about("token_ids_logprob", named, remedy)
-    if not wanted:
+    if not own["return_logprob"]:
+        if named:
+            remedy = "needs return_logprob: send that as well"
+            raise RequestError.about("token_ids_logprob", named, remedy)
         return {}
     start = -1 if start is None else start
     best = best or 0
@@ -294,15 +309,3 @@ def _read_logprobs(
         "top_logprobs": best,
         "token_ids_logprob": named,
     }
-
-
-def _read_named(body: GenerateBody, i: int, count: int, vocab_size: int) -> list[int]:
-    """Prompt i's token_ids_logprob."""
-    value = body.token_ids_logprob or []
-    if value and isinstance(value[0], list):
-        value = _own(body, "token_ids_logprob", NAMED, i, count)
-    named: list[int] = NAMED.take(value, "token_ids_logprob")
-    if not all(0 <= token < vocab_size for token in named):
-        remedy = f"each must be between 0 and {vocab_size - 1}"
-        raise RequestError.about("token_ids_logprob", named, remedy)
-    return named

@@ -69,7 +69,7 @@ def chat_grammar(
             grammar,
             family.reasoning,
             reasoning_is(family, prefix),
-            state.grammars.special(),
+            state.grammars.special,
             opening(family),
             budget,
         )
@@ -137,7 +137,7 @@ class _Calls:
         if not self.is_strict and asked is None:
             return None
         try:
-            makers = CallGrammars(self._family, self.grammars.special())
+            makers = CallGrammars(self._family, self.grammars.special)
         except GrammarError as error:
             raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
         self._arguments = self._made(makers)
