@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.look import top_nodes
-from mamba_eagle.cache.node import Fold, Match, Node, Tokens
+from mamba_eagle.cache.node import Fold
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message import CacheNode
 from mamba_eagle.message.indices import Indices
@@ -34,7 +34,9 @@ class SlotPools:
         self.folds_journals = folds_journals
         self._folds: list[Fold] = []
         self.stores = use_cache  # otherwise nothing is inserted, and every slot stays its owner's
-        self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
+        cache = self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
+        self.match, self.flush = cache.match, cache.flush
+        self.pin, self.unpin = cache.pin, cache.unpin
 
     # ── what there is ────────────────────────────────────────────────────────────────────────
 
@@ -60,10 +62,6 @@ class SlotPools:
     def has_free_kv(self, count: int) -> bool:
         """Whether that many KV slots can be had without evicting any."""
         return self.kv.num_free >= count
-
-    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
-        """As ``RadixCache.match``."""
-        return self.cache.match(tokens, limit, salt, followed)
 
     def gauges(self) -> dict[str, float]:
         """Slots by who has them; ``num_used_tokens`` leaves out what could be evicted."""
@@ -123,33 +121,15 @@ class SlotPools:
         """Whether the plan that is being built brings that state forward: it is not there yet."""
         return any(fold.state_slot == state_slot for fold in self._folds)
 
-    def reserve_tree(self, num_nodes: int) -> Indices | None:
-        """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
-        nothing is evicted, if that many are not available."""
-        return self._take_kv(num_nodes)
-
-    def _take_kv(self, count: int) -> Indices | None:
-        """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
+    def reserve_kv(self, count: int) -> Indices | None:
+        """KV slots, of a request's tree the plan's until ``settle``. None, and nothing is evicted,
+        if that many are not available."""
         missing = count - self.kv.num_free
         if missing > 0:
             if missing > self.cache.evictable_kv:
                 return None
             self.cache.evict_kv(missing)
         return self.kv.allocate(count)
-
-    # ── the cache ────────────────────────────────────────────────────────────────────────────
-
-    def unpin(self, now: float) -> None:
-        """Ends the pins whose time is over."""
-        self.cache.unpin(now)
-
-    def flush(self) -> None:
-        """Empties the cache. Raises: RuntimeError if something is locked."""
-        self.cache.flush()
-
-    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
-        """As ``RadixCache.pin``."""
-        return self.cache.pin(node, positions, until)
 
     def check_sums(self, kv: int, states: int, journals: int, requests: int) -> None:
         """Raises: RuntimeError unless what is free, cached and held is all there is. Arguments:

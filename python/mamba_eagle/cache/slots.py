@@ -15,7 +15,7 @@ Each slot of the three kinds is free, or has one owner: a request, a plan, or th
       │ attach_state      request → cache, or kept      or free if it has a
       │                   as a duplicate                state there already
     decode
-      │ reserve_tree    one per tree node: the plan's
+      │ reserve_kv    one per tree node: the plan's
       │ (in flight)
       │ settle          accepted: plan → request
       │                 rejected: free
@@ -175,7 +175,7 @@ class Slots(SlotPools):
             else:
                 state_slot = self.reserve_state({match.state_slot, match.draft_state, *keep})
             if state_slot is not None:
-                kv, slots = self._take_kv(fresh), self.requests.allocate(1)
+                kv, slots = self.reserve_kv(fresh), self.requests.allocate(1)
                 assert kv is not None and slots is not None
                 begin, kv_slots = match.position, match.kv_slots + kv
                 return HeldSlots(
@@ -272,7 +272,7 @@ class Slots(SlotPools):
         """The result of a decode step is back: accepted nodes keep their KV slots, the others are
         free.
 
-        tree: from ``reserve_tree``. accepted: distinct nodes, in the order of their positions.
+        tree: from ``reserve_kv``. accepted: distinct nodes, in the order of their positions.
         folded: the position that S0 is at now.
         """
         held.folded = max(held.folded, folded)

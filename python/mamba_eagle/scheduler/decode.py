@@ -39,7 +39,7 @@ class DecodeManager:
             )
             plan.untracked = [ready[place] for place in untracked]
         for request in sorted(ready, key=rank):
-            tree = self.slots.reserve_tree(plan.choice.shape.nodes)
+            tree = self.slots.reserve_kv(plan.choice.shape.nodes)
             if tree is None:
                 plan.short_of_kv = True
                 break

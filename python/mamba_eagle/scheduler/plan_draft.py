@@ -32,7 +32,7 @@ class DecodeItem(NamedTuple):
 
     request: Request
     held: HeldSlots  # the request's
-    tree: Indices  # the nodes' KV slots, from Slots.reserve_tree; the plan's until it is settled
+    tree: Indices  # the nodes' KV slots, from Slots.reserve_kv; the plan's until it is settled
 
 
 @dataclass

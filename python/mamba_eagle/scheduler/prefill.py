@@ -64,12 +64,9 @@ class PrefillManager:
         self.is_full = False  # the last plan had no slots for a request that waits
 
     def add(self, request: Request) -> None:
-        """Behind those that wait; before those of lower priority."""
+        """Behind those that wait; before those of lower priority, and if it was retracted, before
+        those of its own that never ran."""
         bisect.insort(self.waiting, request, key=_place)
-
-    def put_back(self, request: Request) -> None:
-        """A retracted request: before those of its priority that never ran."""
-        self.add(request)
 
     def expired(self, now: float, seconds: float) -> list[Request]:
         """Those that have waited for longer than that since they arrived, and never ran."""

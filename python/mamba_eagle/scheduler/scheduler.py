@@ -273,7 +273,7 @@ class Scheduler:
                 plan.message.releases.append(self._release(request))
                 if request.finish is None:
                     request.start_again()
-                    self.prefill.put_back(request)
+                    self.prefill.add(request)
 
     def _release(self, request: Request) -> Release:
         held, end = request.held, request.reusable

@@ -32,7 +32,7 @@ class Device(Shelf):
 
     def __init__(self, slots: SlotPools, has_kv: bool) -> None:
         self.slots, self.has_kv = slots, has_kv
-        self.reserve_kv = slots.reserve_tree
+        self.reserve_kv = slots.reserve_kv
         self.reserve_state, self.reserve_journal = slots.reserve_state, slots.reserve_journal
 
     @property

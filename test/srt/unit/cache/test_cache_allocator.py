@@ -51,5 +51,5 @@ def test_taking_slots_evicts_but_never_what_is_locked():
     slots.cache.insert(slots.cache.root, as_tokens([5, 6, 7, 8, 9, 10]), kv[3:])
     slots.cache.lock(locked)
     assert slots.available_kv == 7
-    assert slots.reserve_tree(8) is None and slots.cache.num_kv == 9, "then nothing is evicted"
-    assert len(slots.reserve_tree(7)) == 7 and slots.cache.num_kv == 3
+    assert slots.reserve_kv(8) is None and slots.cache.num_kv == 9, "then nothing is evicted"
+    assert len(slots.reserve_kv(7)) == 7 and slots.cache.num_kv == 3

@@ -91,7 +91,7 @@ class OwnersOfSlots(RuleBasedStateMachine):
         if sample is None or len(sample.trees) == 2:
             return
         available = self.slots.available_kv
-        tree = self.slots.reserve_tree(NODES)
+        tree = self.slots.reserve_kv(NODES)
         assert (tree is None) == (available < NODES)
         if tree is not None:
             sample.trees.append(tree)
