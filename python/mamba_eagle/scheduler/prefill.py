@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from mamba_eagle.cache.node import Match, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
@@ -25,7 +24,7 @@ from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.saves import MIN_SHARED_TOKENS, StateSaves
+from mamba_eagle.scheduler.saves import StateSaves
 from mamba_eagle.scheduler.speculation import ShapePolicy
 
 MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
@@ -113,7 +112,7 @@ class PrefillManager:
                 if some_wait_for_slot:
                     continue
             start = self.catch_up.start(request)
-            if self._prefix_is_coming(request, start.match, leaving):
+            if self.saves.hit_is_coming(request, start.match, [*leaving, *self.chunked]):
                 continue  # others may overtake it: this lasts a few steps only
             if self._comes_from_below(request, start, plan):
                 continue
@@ -144,29 +143,6 @@ class PrefillManager:
 
         return sorted(self.waiting, key=rank)
 
-    def _prefix_is_coming(self, request: Request, match: Match, leaving: Sequence[Request]) -> bool:
-        """It will get a far better hit a few steps from now, from a prompt that is being processed
-        or from the output of a request that has just finished."""
-        if not self.slots.stores:
-            return False
-        for other in leaving:
-            if other.salt != request.salt:
-                continue
-            end = other.reusable or 0
-            shared = common_prefix(as_tokens(other.tokens[:end]), request.to_prefill)
-            reach = min(shared, request.hit_limit)
-            if other.will_serve(reach) > match.position:
-                return True
-        for other in self.chunked:
-            if other.salt != request.salt:
-                continue
-            shared = common_prefix(other.to_prefill, request.to_prefill)
-            reach = min(shared, request.hit_limit)
-            assert other.held is not None
-            if reach - match.position >= MIN_SHARED_TOKENS and other.held.inserted < reach:
-                return True
-        return False
-
     def _comes_from_below(self, request: Request, start: Start, plan: PlanDraft) -> bool:
         """A lower tier has more of its prompt, which is being copied to the device. It asks for
         that a few times only, since others may evict what has come before it is admitted."""
@@ -182,7 +158,7 @@ class PrefillManager:
         self, request: Request, start: Start, plan: PlanDraft, holding: Sequence[Request]
     ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
-        match, followed = start.match, start.followed
+        match = start.match
         if not self.slots.has_free_kv(len(request.to_prefill) - match.position):
             self._mark_wanted(request)
         num_running = sum(not other.leaving for other in holding)
@@ -190,14 +166,12 @@ class PrefillManager:
         # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
         headroom = replayed + (2 + num_running) * self.nodes
-        held = self.slots.admit(
-            match,
-            len(request.to_prefill),
-            headroom,
-            keep=plan.reads,
-            salt=request.salt,
-            followed=followed,
-        )
+
+        def take(keep: Collection[int] = (), in_place: bool = False) -> HeldSlots | None:
+            tokens, salt = len(request.to_prefill), request.salt
+            return self.slots.admit(match, tokens, headroom, keep, salt, in_place, start.followed)
+
+        held = take(plan.reads)
         if held is None and start.otherwise is not None:
             return self._admit(request, Start(start.otherwise, False, False), plan, holding)
         if held is None:
@@ -206,14 +180,7 @@ class PrefillManager:
             # The only state slot has the state of its own prefix: it goes on in it. If there are
             # too few KV slots beside what is cached, it starts over without.
             if match.journal < 0:
-                held = self.slots.admit(
-                    match,
-                    len(request.to_prefill),
-                    headroom,
-                    salt=request.salt,
-                    in_place=True,
-                    followed=followed,
-                )
+                held = take(in_place=True)
         if held is None:
             self.slots.flush()
             return self._admit(request, self.catch_up.from_nothing(request), plan, holding)
@@ -249,15 +216,17 @@ class PrefillManager:
 
     def _first(self, request: Request, held: HeldSlots) -> FirstChunk:
         """What the first chunk alone says."""
-        hit = held.hit
+        hit, heat = held.hit, request.sampling.temperature
         start = hit.position
+        # Greedy requests sample from no distribution: theirs is the model's own.
+        tempered = self.tempers_logprobs and heat > 0
         returned = {name: getattr(request.asked, name) for name in Returned.__struct_fields__}
         returned["pooling"] = request.pooling
         first = FirstChunk(
             sampling=request.sampling,
             output_start=request.prompt_len,
             prefix_kv_slots=held.kv[:start],
-            logprob_temperature=self._logprob_temperature(request),
+            logprob_temperature=heat if tempered else 1.0,
             adapter=self.adapters.slot_of(request.adapter),
             **returned,
         )
@@ -271,11 +240,6 @@ class PrefillManager:
         if request.sampling.reads_history or self.drafter_needs_history:
             first.history = request.tokens[:start]
         return first
-
-    def _logprob_temperature(self, request: Request) -> float:
-        """Greedy requests sample from no distribution: theirs is the model's own."""
-        sampling = request.sampling
-        return sampling.temperature if self.tempers_logprobs and sampling.temperature > 0 else 1.0
 
 
 def _place(request: Request) -> tuple[int, bool, int]:

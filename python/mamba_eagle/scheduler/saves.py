@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mamba_eagle.cache.node import StateKind, common_prefix
+from mamba_eagle.cache.node import Match, StateKind, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import MambaSettings
 from mamba_eagle.message import RunnerReady, StateSave
@@ -82,6 +82,26 @@ class StateSaves:
         """Whether it gets a trail."""
         left = request.sampling.max_new_tokens - request.num_output
         return self.slots.stores and left > 1
+
+    def hit_is_coming(self, request: Request, match: Match, others: Sequence[Request]) -> bool:
+        """Whether a few steps from now it will get a far better one than ``match``, from a prompt
+        that is being processed or from the output of a request that has just finished."""
+        for other in others if self.slots.stores else ():
+            if other.salt != request.salt:
+                continue
+            source = other.to_prefill
+            if other.leaving:
+                source = as_tokens(other.tokens[: other.reusable or 0])
+            reach = min(common_prefix(source, request.to_prefill), request.hit_limit)
+            if other.leaving:
+                better = other.will_serve(reach) > match.position
+            else:
+                assert other.held is not None
+                is_far = reach - match.position >= MIN_SHARED_TOKENS
+                better = is_far and other.held.inserted < reach
+            if better:
+                return True
+        return False
 
     def _shared_positions(
         self, request: Request, held: HeldSlots, waiting: Sequence[Request]
