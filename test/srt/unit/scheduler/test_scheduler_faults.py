@@ -15,7 +15,7 @@ from mamba_eagle.core import Failure, SamplingParams
 from mamba_eagle.message import DecodeResult, Generate, PrefillItem, PrefillResult, TokenLogprob
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.request import Request
-from mamba_eagle.scheduler.results import decode_problem, prefill_problem
+from mamba_eagle.scheduler.step_results import decode_problem, prefill_problem
 
 TREE = {
     "speculative_algorithm": "EAGLE",
