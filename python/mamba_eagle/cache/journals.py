@@ -96,7 +96,12 @@ class CachedJournals:
             self.tree.watcher.journal_added(journal)
 
     def evict(self, keep: Collection[int]) -> Fold | None:
-        """As ``RadixCache.evict_journal``."""
+        """Frees the journal slot of the journal that is least recently used, but for those that
+        begin at a state in ``keep``, and at ones that cannot be moved. The state moves to where the
+        journal was last hit, or to its end. The fold is to be done before the journal slot is
+        written again.
+
+        Returns None, and nothing is freed, if there is no such journal."""
         journal = self.order.first(
             lambda each: each.node.state_slot in keep or self._goal(each) is None
         )

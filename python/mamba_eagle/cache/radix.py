@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.journals import CachedJournals
-from mamba_eagle.cache.node import CacheBelow, Fold, Match, Node, StateKind, Tokens
+from mamba_eagle.cache.node import CacheBelow, Match, Node, StateKind, Tokens
 from mamba_eagle.cache.pins import Pin, Pins
 from mamba_eagle.cache.states import CachedStates
 from mamba_eagle.cache.tree import PrefixTree
@@ -138,10 +138,6 @@ class RadixCache(PrefixTree):
             self.below.state_came(self.node_at(node, position))
         return took
 
-    def take_state(self, node: Node) -> int:
-        """The state slot of a node without journals, which is the caller's from now on."""
-        return self.states.take(node)
-
     # ── pinning ──────────────────────────────────────────────────────────────────────────────
 
     def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
@@ -151,10 +147,6 @@ class RadixCache(PrefixTree):
         Returns False, and pins nothing, if more than half of all slots would be pinned."""
         nodes = [self.node_at(node, position) for position in sorted(set(positions))]
         return self.pins.add(nodes, until)
-
-    def unpin(self, now: float) -> None:
-        """Ends the pins whose time is over."""
-        self.pins.end(now)
 
     def _pin_ended(self, pin: Pin) -> None:
         """Those of its nodes that are still cached may be evicted sooner."""
@@ -200,15 +192,6 @@ class RadixCache(PrefixTree):
             self.journals.drop(journal)
         self.states.drop(node)
         self.evicted_states += 1
-
-    def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
-        """Frees the journal slot of the journal that is least recently used, but for those that
-        begin at a state in ``keep``, and at ones that cannot be moved. The state moves to where the
-        journal was last hit, or to its end. The fold is to be done before the journal slot is
-        written again.
-
-        Returns None, and nothing is freed, if there is no such journal."""
-        return self.journals.evict(keep)
 
     def flush(self) -> None:
         """Evicts everything. Raises: RuntimeError if something is locked."""

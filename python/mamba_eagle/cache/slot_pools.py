@@ -36,7 +36,7 @@ class SlotPools:
         self.stores = use_cache  # otherwise nothing is inserted, and every slot stays its owner's
         cache = self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
         self.match, self.flush = cache.match, cache.flush
-        self.pin, self.unpin = cache.pin, cache.unpin
+        self.pin, self.unpin = cache.pin, cache.pins.end
 
     # ── what there is ────────────────────────────────────────────────────────────────────────
 
@@ -84,11 +84,6 @@ class SlotPools:
             "max_mamba_cache_size": self.states.total,
         }
 
-    def evictions(self) -> dict[str, int]:
-        """Slots of the cache since the start; a flush does not count."""
-        cache = self.cache
-        return {"evicted_states": cache.evicted_states, "evicted_tokens": cache.evicted_kv}
-
     def top_nodes(self, max_nodes: int, max_tokens: int) -> list[CacheNode]:
         """What the cache's tree looks like, for people."""
         return top_nodes(self.cache.root, max_nodes, max_tokens)
@@ -106,7 +101,7 @@ class SlotPools:
         """A journal slot; None if there is none that can be had for it. keep: state slots that are
         not moved to the end of their journal for it; ``take_folds`` has the one that is."""
         if self.journals.num_free == 0 and self.folds_journals:
-            fold = self.cache.evict_journal(keep)
+            fold = self.cache.journals.evict(keep)
             if fold is not None:
                 self._folds.append(fold)
         slots = self.journals.allocate(1)

@@ -171,7 +171,7 @@ class Slots(SlotPools):
         cache.lock(match.node)
         if self.available_kv >= fresh + headroom:
             if in_place:
-                state_slot: int | None = cache.take_state(match.node)
+                state_slot: int | None = cache.states.take(match.node)
             else:
                 state_slot = self.reserve_state({match.state_slot, match.draft_state, *keep})
             if state_slot is not None:

@@ -429,11 +429,12 @@ class Scheduler:
 
     def cache_use(self) -> CacheUse:
         """What the prefix cache has done so far."""
-        hits, saved = dict(self.stats.hits), dict(self.stats.saved_tokens)
+        cache = self.slots.cache
         return CacheUse(
-            hits=hits,
-            saved_tokens=saved,
+            hits=dict(self.stats.hits),
+            saved_tokens=dict(self.stats.saved_tokens),
             loaded_tokens=self.tiers.loaded_tokens(),
             lost_copies=self.tiers.lost_copies(),
-            **self.slots.evictions(),
+            evicted_states=cache.evicted_states,
+            evicted_tokens=cache.evicted_kv,
         )

@@ -157,7 +157,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
     @rule(keep=st.sets(st.integers(0, 5)))
     def evict_a_journal(self, keep):
-        fold = self.cache.evict_journal(keep)
+        fold = self.cache.journals.evict(keep)
         if fold is not None:
             anchor, end = self.journals.pop(fold.journal)
             last_hit = end[: self.hit_at.get(fold.journal, 0) + 1]
@@ -194,7 +194,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 9))
     def time_passes(self, seconds):
         self.now += seconds
-        self.cache.unpin(self.now)
+        self.cache.pins.end(self.now)
         assert all(pin.until > self.now for pin in self.cache.pins._pins.values())
 
     @rule(prompt=PROMPT, salt=SALT)
@@ -415,9 +415,9 @@ def test_what_is_pinned_leaves_last_until_its_time_is_over():
     cache.evict_kv(60)
     assert cache.num_kv == 10 and hit(cache, [1] * 4) == 4
     put(cache, list(range(100, 150)), 50)
-    cache.unpin(99.0)
+    cache.pins.end(99.0)
     assert (cache.pins.kv, cache.pins.states) == (10, 2)
-    cache.unpin(100.0)
+    cache.pins.end(100.0)
     assert (cache.pins.kv, cache.pins.states) == (0, 0)
     cache.evict_kv(7)
     assert hit(cache, [1] * 10) == 0 and hit(cache, list(range(100, 150))) == 50
@@ -431,7 +431,7 @@ def test_what_is_pinned_gives_way_when_all_else_is_gone():
     assert cache.evict_states(1) == 1 and cache.evict_kv(1) == 10
     cache.check_integrity()
     put(cache, [1] * 10, 10)
-    cache.unpin(200.0)
+    cache.pins.end(200.0)
     cache.check_integrity()
 
 
@@ -441,7 +441,7 @@ def test_no_more_than_half_can_be_pinned():
     assert cache.pin(nodes[0], [20], 9.0) and cache.pin(nodes[1], [20], 9.0)
     assert not cache.pin(nodes[2], [20], 9.0), "that would be three of four states"
     assert cache.pin(nodes[0], [20], 99.0), "the same again takes nothing"
-    cache.unpin(9.0)
+    cache.pins.end(9.0)
     assert cache.pin(nodes[2], [20], 9.0)
     assert not cache.pin(put(cache, [9] * 15), [15], 9.0), "55 of 100 KV slots"
     cache.check_integrity()
