@@ -26,13 +26,12 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
-from mamba_eagle.tokenizer.inbox import Inbox
 from mamba_eagle.tokenizer.live import LiveSamples
 from mamba_eagle.tokenizer.observer import Observer
-from mamba_eagle.tokenizer.outbox import SAMPLES_PER_TURN, TURN_SECONDS, Outbox
 from mamba_eagle.tokenizer.questions import Questions
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
+from mamba_eagle.tokenizer.turns import SAMPLES_PER_TURN, TURN_SECONDS, Inbox, Outbox
 
 log = logging.getLogger("mamba_eagle.tokenizer")
 

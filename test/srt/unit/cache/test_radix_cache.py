@@ -458,6 +458,6 @@ def test_a_session_has_one_pin_which_moves_and_ends_with_it():
     cache.pins.remove("chat")
     assert (cache.pins.kv, deep.state_pins, shallow.pins) == (20, 1, 1)
     cache.pins.remove("chat")  # nothing is left to end
-    cache.unpin(9.0)
+    cache.pins.end(9.0)
     assert (cache.pins.kv, cache.pins.states, deep.pins) == (0, 0, 0)
     cache.check_integrity()

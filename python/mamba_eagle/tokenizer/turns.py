@@ -1,13 +1,16 @@
-"""Samples on their way to the scheduler."""
+"""What goes to the scheduler and comes from it, in turns of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
-from mamba_eagle.message import Generate, Prompt, ToScheduler
-from mamba_eagle.message.channel import Sender
+from mamba_eagle.message import Generate, Prompt, ToScheduler, ToServer
+from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.sample import Sample
 
 # A request of thousands of samples is started and ended in turns, between which this process and
@@ -58,3 +61,32 @@ def _generate(sample: Sample) -> Generate:
     # Stop strings are looked for here; thousands of them would travel for nothing.
     asked["sampling"] = msgspec.structs.replace(asked["sampling"], seed=sample.seed, stop=[])
     return Generate(**asked, arrival_time=sample.request.arrival)
+
+
+class Inbox:
+    """Hands on all that comes, or as much as one turn may take: the others follow in the next."""
+
+    def __init__(self, receiver: Receiver[ToServer], take: Callable[[ToServer], None]) -> None:
+        """take: called with each message, on the running loop. receiver: this one's from now on."""
+        self.receiver, self._take = receiver, take
+        self._loop = asyncio.get_running_loop()
+        self._next_turn: asyncio.Handle | None = None
+        # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        self._loop.add_reader(receiver.socket.FD, self.receive_all)
+        self._loop.call_soon(self.receive_all)
+
+    def receive_all(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        until = time.monotonic() + TURN_SECONDS
+        while (item := self.receiver.receive(timeout_ms=0)) is not None:
+            self._take(item)
+            if time.monotonic() > until:
+                self._next_turn = self._loop.call_soon(self.receive_all)
+                return
+
+    def close(self) -> None:
+        self._loop.remove_reader(self.receiver.socket.FD)
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        self.receiver.close()
