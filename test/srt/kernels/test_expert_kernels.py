@@ -256,7 +256,9 @@ def test_experts_are_those_of_the_definition(case: Case) -> None:
         found = layer.fused(x, routes, dense, logits)
         error = relative_error(found, layer.reference(x, routes, share))
         assert error < (ERROR if layer.rounding is None else FLOAT8_ERROR), tokens
-        assert torch.equal(found, layer.fused(x, routes, dense, logits)), "the same bits again"
+        if GPU:  # the interpreter has one order
+            again = layer.fused(x, routes, dense, logits)
+            assert torch.equal(found, again), "the same bits again"
 
 
 @runs_kernels
