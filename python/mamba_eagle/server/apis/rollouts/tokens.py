@@ -74,12 +74,11 @@ async def generate(request: Request) -> Response:
     job = await state.read(request, parse_tokens)
     live = state.submit(job.rid, job.prompts)
     await wait_for_success(request, state.manager, live, error_of=sample_error)
-    layers = int(state.manager.engine.details["layers"])
-    choices = [_choice(sample, layers) for sample in live.samples]
+    choices = [_choice(sample, state) for sample in live.samples]
     return json_response({"request_id": job.rid, "choices": choices, "usage": usage(live)})
 
 
-def _choice(sample: Sample, layers: int) -> dict[str, Any]:
+def _choice(sample: Sample, state: ServerState) -> dict[str, Any]:
     assert sample.finish is not None
     logprobs = None
     if sample.prompt.return_logprob:
@@ -95,12 +94,13 @@ def _choice(sample: Sample, layers: int) -> dict[str, Any]:
         "logprobs": logprobs,
         "finish_reason": sample.finish.kind,
         "weight_versions": [span._asdict() for span in sample.versions],
-        "routed_experts": _npy_of_experts(sample, layers) if sample.routed_experts else None,
+        "routed_experts": _npy_of_experts(sample, state) if sample.routed_experts else None,
     }
 
 
-def _npy_of_experts(sample: Sample, layers: int) -> str:
+def _npy_of_experts(sample: Sample, state: ServerState) -> str:
     """A file of numpy's, in base64: [tokens, layers, k] int32."""
+    layers = int(state.manager.engine.details["layers"])
     experts = np.frombuffer(sample.routed_experts, dtype="<i4")
     file = io.BytesIO()
     np.save(file, experts.reshape(-1, layers, sample.experts_width // layers // 4))
