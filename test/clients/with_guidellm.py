@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checks import ASSETS, BASE_URL, MODEL, TOKENIZER, check, equal, run
 
-REQUESTS = 20
+REQUESTS = 10
 NEW_TOKENS = 32
 
 
