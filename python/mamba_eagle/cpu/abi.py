@@ -280,11 +280,11 @@ class OfDrafts(Block):
 class StoredRows(Block):
     """Rows of an embedding in float32 or bfloat16. Those of a row come in groups of ``neighbours``
     numbers, of which the first is at token // per_block · block + token % per_block · neighbours,
-    and the next is ``next`` numbers on. tokens: int64."""
+    and the next is ``next`` numbers on. pair: of ``products/transpose.py``, or 0. tokens: int64."""
 
     _fields_ = fields("""
         tokens[n] out[n, columns] columns size scale:single
-        numbers[rows, size] per_block block next neighbours
+        numbers[rows, size] per_block block next neighbours pair
     """)
 
 
