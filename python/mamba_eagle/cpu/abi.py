@@ -383,7 +383,7 @@ class RowSlots(Block):
 class Addition(Block):
     """The slots of one matrix, of rank R at most: layers/adapters.py. small: what ``down`` makes of
     a row; ranks: int64; width: of a row of y, of which ``first`` is the matrix's own first output;
-    row_slots: of a ``RowSlots``."""
+    row_slots: of a ``RowSlots``. A slot's down has [inputs, its rank] at the beginning."""
 
     _fields_ = fields("""
         row_slots x[rows, inputs] y[rows, width] small[rows, R] rows inputs width first outputs
