@@ -291,11 +291,11 @@ class OfDrafts(Block):
 class StoredRows(Block):
     """Rows of an embedding in float32 or bfloat16. Those of a row come in groups of ``neighbours``
     numbers, of which the first is at token // per_block · block + token % per_block · neighbours,
-    and the next is ``next`` numbers on. tokens: int64."""
+    and the next is ``next`` numbers on. pair: of ``products/transpose.py``, or 0. tokens: int64."""
 
     _fields_ = fields("""
         tokens[n] out[n, columns] columns size scale:single
-        numbers[rows, size] per_block block next neighbours
+        numbers[rows, size] per_block block next neighbours pair
     """)
 
 
@@ -394,7 +394,7 @@ class RowSlots(Block):
 class Addition(Block):
     """The slots of one matrix, of rank R at most: layers/adapters.py. small: what ``down`` makes of
     a row; ranks: int64; width: of a row of y, of which ``first`` is the matrix's own first output;
-    row_slots: of a ``RowSlots``."""
+    row_slots: of a ``RowSlots``. A slot's down has [inputs, its rank] at the beginning."""
 
     _fields_ = fields("""
         row_slots x[rows, inputs] y[rows, width] small[rows, R] rows inputs width first outputs

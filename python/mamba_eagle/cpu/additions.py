@@ -13,7 +13,8 @@ PRODUCTS_PER_NS = 8  # multiply-adds
 
 
 class CpuAddition(Addition):
-    """``down`` lies with its ranks side by side, as the kernel adds them up."""
+    """``down`` lies with its ranks side by side, as the kernel adds them up, and what a slot holds
+    at its beginning: of lines that are far apart the memory gives what lies between, too."""
 
     def __init__(self, size: AdapterSize, first: int) -> None:
         super().__init__(size, first)
@@ -37,7 +38,7 @@ class CpuAddition(Addition):
 
     def put(self, slot: int, down: Tensor, up: Tensor) -> None:
         rank = len(down)
-        self.down[slot, :, :rank].copy_(down.t())
+        self.down[slot].view(-1)[: down.numel()].copy_(down.t().flatten())
         self.up[slot, :rank].copy_(up.t())
         self.ranks[slot] = rank
 

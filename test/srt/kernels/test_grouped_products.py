@@ -13,9 +13,10 @@ from mamba_eagle.cpu.products import grouped as cpu
 from mamba_eagle.cpu.products import naive
 from mamba_eagle.cpu.products import panels as linear
 from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, multiplies
-from mamba_eagle.cpu.programs.embeddings import GroupedRows
+from mamba_eagle.cpu.programs.embeddings import GroupedRows, stored_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.vectors.code import has
+from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix, int4_groups, int8_groups
 
@@ -145,8 +146,23 @@ def test_panels_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
 def test_blocks_are_transposed(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """In vectors where inputs are a multiple of 16."""
     weight = normal(outputs, inputs).to(dtype)
-    rows = linear.panels(weight).transpose(-1, -2).reshape(-1, inputs)
+    made = linear.panels(weight)
+    rows = linear.rows_of(made, torch.arange(made.shape[0] * linear.PANEL))
     assert torch.equal(rows[:outputs], weight) and not rows[outputs:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_programs_read_the_rows_of_panels(dtype: torch.dtype) -> None:
+    weight, ids = normal(130, 64).to(dtype), torch.tensor([0, 129, 65, 64, 40, 15, 8, 31])
+    embedding = Embedding(130, 64)
+    embedding.holder = PanelProduct(weight)
+    rows = stored_rows(embedding)
+    assert rows is not None
+    out = torch.empty(len(ids), 64)
+    call = rows.call(64, 64, 1.0)
+    call.block.point(tokens=ids, out=out)
+    call.kernel.run(len(ids), 0, call.block.address)
+    assert torch.equal(out, weight[ids].float())
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -4,7 +4,8 @@ A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outpu
 read a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are
 published in bfloat16, so keeping their 16 bits and widening them in registers changes no value and
 halves what few rows read. Many rows share what is widened; measurements are in
-docs/design/kernels.md.
+docs/design/kernels.md. An output in bfloat16 lies beside the one that is a register further on
+(``PAIR``), so that a vector of such pairs becomes two registers by one shift and one mask.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.products.transpose import transpose
+from mamba_eagle.cpu.products.transpose import PAIR, place_in_pairs, transpose
 from mamba_eagle.cpu.span_kernels import Call, SpanKernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
-    FLOATS,
     HALF,
     I16,
+    I32,
     I64,
-    INTS,
     LANES,
     Code,
     has,
@@ -35,12 +35,12 @@ PANEL = BLOCKS * LANES
 # Inputs that are added up one after the other; then these sums are. That keeps rounding errors of
 # long rows as small as those of short ones.
 SPAN = 512
-# Blocks that share a pass over the inputs, by rows: their sums, one vector of weights each and a
-# factor fill up to 32 registers, or 16 of half a block each.
+# Outputs that share a pass over the inputs, by rows: their sums, their weights and a factor fill up
+# to 32 registers of 16 numbers, or 16 of eight.
 SHARED = (
-    dict.fromkeys(range(1, 7), 4) | {7: 2, 8: 2}
+    dict.fromkeys(range(1, 7), 64) | {7: 32, 8: 32}
     if has("avx512f")
-    else {1: 4, 2: 2} | dict.fromkeys(range(3, 7), 1)
+    else {1: 64, 2: 32} | dict.fromkeys(range(3, 7), 16)
 )
 AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
 BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
@@ -61,7 +61,10 @@ def panels(weight: Tensor) -> Tensor:
 
 def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
     """Outputs ``ids`` [n] of panels: [n, in]."""
-    return weight[ids // PANEL, :, ids % PANEL]
+    place = ids % PANEL
+    if weight.dtype == torch.bfloat16:
+        place = place_in_pairs.py_func(place, PAIR)
+    return weight[ids // PANEL, :, place]
 
 
 def _product(kind: str) -> Any:
@@ -79,9 +82,9 @@ def _product(kind: str) -> Any:
             panel = b.add(first, index)
 
             def tile(count: int, row: Any) -> None:
-                for block in range(0, BLOCKS, SHARED[count]):
-                    _Tile(code, kind, count, SHARED[count], block == 0).write(
-                        (x, weight, y), (inputs, width), row, (panel, block)
+                for output in range(0, PANEL, SHARED[count]):
+                    _Tile(code, kind, count, SHARED[count], output == 0).write(
+                        (x, weight, y), (inputs, width), row, (panel, output)
                     )
 
             code.row_tiles(given.rows, tile, max(SHARED))
@@ -90,27 +93,28 @@ def _product(kind: str) -> Any:
 
 
 class _Tile:
-    """The products of some rows with some neighbouring blocks of outputs."""
+    """The products of some rows with some neighbouring outputs."""
 
-    def __init__(self, code: Code, kind: str, rows: int, blocks: int, asks: bool) -> None:
+    def __init__(self, code: Code, kind: str, rows: int, outputs: int, asks: bool) -> None:
         """asks: for what is read later; the first pass over a panel does, for all."""
-        self.code, self.kind, self.asks = code, kind, asks
-        self.rows, self.blocks = range(rows), range(blocks)
+        self.code = Code(code.builder, PAIR)
+        self.kind, self.asks = kind, asks
+        self.rows, self.vectors = range(rows), range(0, outputs, self.code.lanes)
 
     def write(
         self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, place: tuple[Any, int]
     ) -> None:
-        """row: the first one; place: the panel, and its first block."""
+        """row: the first one; place: the panel, and its first output."""
         code, b = self.code, self.code.builder
-        (x, weight, y), (inputs, width), (panel, block) = pointers, sizes, place
-        count = len(self.rows) * len(self.blocks)
+        (x, weight, y), (inputs, width), (panel, output) = pointers, sizes, place
+        count = len(self.rows) * len(self.vectors)
         whole, part = code.variables(count), code.variables(count)
-        zero = FLOATS([0.0] * LANES)
+        zero = code.of(F32)([0.0] * code.lanes)
         for sums in whole:
             b.store(zero, sums)
         given = [code.at(x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
-        output = b.add(b.mul(panel, I64(PANEL)), I64(block * LANES))
-        begin_weights = b.add(code.times(panel, inputs, I64(PANEL)), I64(block * LANES))
+        first = b.add(b.mul(panel, I64(PANEL)), I64(output))
+        begin_weights = b.add(code.times(panel, inputs, I64(PANEL)), I64(output))
         weights = code.at(weight, begin_weights, self.stored)
         with code.loop(b.udiv(b.add(inputs, I64(SPAN - 1)), I64(SPAN))) as span:
             begin = b.mul(span, I64(SPAN))
@@ -123,9 +127,9 @@ class _Tile:
             for sums, more in zip(whole, part, strict=True):
                 b.store(b.fadd(b.load(sums), b.load(more)), sums)
         for i, sums in enumerate(whole):
-            r, v = divmod(i, len(self.blocks))
+            r, v = divmod(i, len(self.vectors))
             at = b.mul(b.add(row, I64(r)), width)
-            code.store(b.load(sums), y, code.sum(at, output, I64(v * LANES)))
+            code.store(b.load(sums), y, code.sum(at, first, I64(self.vectors[v])))
 
     def _multiply(self, given: list[Any], weights: Any, i: Any, sums: list[Any]) -> None:
         """Add the products of input i."""
@@ -133,7 +137,7 @@ class _Tile:
         row = code.at(weights, b.mul(i, I64(PANEL)), self.stored)
         if self.asks:
             code.prefetch(row, AHEAD, PANEL * self.bytes)
-        wide = [self._widened(row, I64(v * LANES)) for v in self.blocks]
+        wide = self._pairs(row) if self.kind == "bfloat" else self._numbers(row)
         for r, pointer in enumerate(given):
             factor = code.splat(code.load(pointer, i, F32))
             for v, numbers in enumerate(wide):
@@ -149,15 +153,23 @@ class _Tile:
     def bytes(self) -> int:
         return 4 if self.kind == "float" else 2
 
-    def _widened(self, pointer: Any, index: Any) -> Any:
-        """16 weights as float32. A bfloat16 is the upper half of one."""
-        b, numbers = self.code.builder, self.code.vector(pointer, index, self.stored)
+    def _numbers(self, row: Any) -> list[Any]:
+        """The weights of an input, as float32."""
+        code = self.code
+        stored = [code.vector(row, I64(at), self.stored) for at in self.vectors]
         if self.kind == "float":
-            return numbers
-        if self.kind == "half":
-            return b.fpext(numbers, FLOATS)
-        bits = b.shl(b.zext(numbers, INTS), INTS([16] * LANES))
-        return b.bitcast(bits, FLOATS)
+            return stored
+        return [code.builder.fpext(numbers, code.of(F32)) for numbers in stored]
+
+    def _pairs(self, row: Any) -> list[Any]:
+        """The same of bfloat16, each of which is the upper half of a float32."""
+        code, b, ints, found = self.code, self.code.builder, self.code.of(I32), []
+        for pair in range(len(self.vectors) // 2):
+            both = code.vector(row, I64(pair * PAIR), I32)
+            lower = b.shl(both, ints([16] * PAIR))
+            upper = b.and_(both, ints([-(1 << 16)] * PAIR))
+            found += [b.bitcast(bits, code.of(F32)) for bits in (lower, upper)]
+        return found
 
 
 _bfloat, _half, _float = _product("bfloat"), _product("half"), _product("float")

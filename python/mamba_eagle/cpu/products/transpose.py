@@ -8,20 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, ir, vector_code
+from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, has, ir, vector_code
+from mamba_eagle.machine_code import exactly
 
 BYTES_PER_NS = 4  # that a core transposes
+PAIR = 16 if has("avx512f") else 8  # between rows whose numbers are paired: what a register holds
 
 
-def _blocks(bits: int) -> Any:
+@exactly
+def place_in_pairs(row, pair):  # noqa: ANN001, ANN201
+    """The column of a row whose numbers are paired; of torch's tensors without Numba."""
+    return row // (2 * pair) * 2 * pair + row % pair * 2 + row // pair % 2
+
+
+def _order(paired: bool) -> tuple[int, int, list[int]]:
+    """What 16 columns are made of: with how many neighbours they share the rows of all, how many
+    rows further on each of these begins, and the rows, from the first one on."""
+    if not paired:
+        return 1, 0, list(range(LANES))
+    return 2 * PAIR // LANES, LANES // 2, [i // 2 + i % 2 * PAIR for i in range(LANES)]
+
+
+def _blocks(bits: int, paired: bool = False) -> Any:
     """Panels of rows [width, in] -> [in, width]; in, width: multiples of 16.
 
-    Units are blocks of 16 rows; numbers have 16 or 32 bits.
+    Units are blocks of 16 rows; numbers have 16 or 32 bits. paired: row i lies beside i + PAIR.
     """
+    blocks, later, order = _order(paired)
 
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b, kind = code.builder, I16 if bits == 16 else I32
@@ -30,12 +48,12 @@ def _blocks(bits: int) -> Any:
         inputs, width = given.inputs, given.width
         with code.loop(b.sub(last, first)) as index:
             block, per_panel = b.add(first, index), b.udiv(width, I64(LANES))
-            begin = code.times(block, inputs, I64(LANES))
+            within_pairs = b.urem(block, I64(blocks))
+            row = b.mul(b.sub(block, within_pairs), I64(LANES))
+            begin = b.mul(b.add(row, b.mul(within_pairs, I64(later))), inputs)
             within = b.mul(b.urem(block, per_panel), I64(LANES))
             place = b.add(code.times(b.udiv(block, per_panel), inputs, width), within)
-            rows = [
-                code.at(source, b.add(begin, b.mul(inputs, I64(row))), kind) for row in range(LANES)
-            ]
+            rows = [code.at(source, b.add(begin, b.mul(inputs, I64(row))), kind) for row in order]
             with code.loop(b.udiv(inputs, I64(LANES))) as tile:
                 at = b.mul(tile, I64(LANES))
                 columns = _transposed(b, [code.vector(row, at, kind) for row in rows])
@@ -62,26 +80,37 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-_shorts, _words = _blocks(16), _blocks(32)
+_shorts, _pairs, _words = _blocks(16), _blocks(16, paired=True), _blocks(32)
 
 
 def _transpose_shorts(arguments, first, last):  # noqa: ANN001, ANN202
     _shorts(arguments, first, last)
 
 
+def _transpose_pairs(arguments, first, last):  # noqa: ANN001, ANN202
+    _pairs(arguments, first, last)
+
+
 def _transpose_words(arguments, first, last):  # noqa: ANN001, ANN202
     _words(arguments, first, last)
 
 
-_KERNELS = {2: SpanKernel(_transpose_shorts), 4: SpanKernel(_transpose_words)}
+_KERNELS = {
+    torch.bfloat16: SpanKernel(_transpose_pairs),
+    torch.float16: SpanKernel(_transpose_shorts),
+    torch.float32: (_of_words := SpanKernel(_transpose_words)),
+    torch.int32: _of_words,
+}
 
 
 def transpose(rows: Tensor, panels: Tensor) -> None:
     """rows [width * n, in] -> panels [n, in, width], which is contiguous. Numbers have 16 or 32
-    bits; width is a multiple of 16."""
+    bits; those of bfloat16 are paired. width is a multiple of 32."""
     inputs, width = rows.shape[1], panels.shape[2]
     if inputs % LANES or not rows.is_contiguous():
+        if rows.dtype == torch.bfloat16:
+            rows = rows.unflatten(0, (-1, 2, PAIR)).transpose(1, 2).reshape(rows.shape)
         panels.copy_(rows.unflatten(0, (-1, width)).transpose(1, 2))
         return
     given = abi.Transposed(rows.data_ptr(), panels.data_ptr(), inputs, width)
-    _KERNELS[rows.dtype.itemsize](len(rows) // LANES, rows.nbytes // BYTES_PER_NS, given)
+    _KERNELS[rows.dtype](len(rows) // LANES, rows.nbytes // BYTES_PER_NS, given)

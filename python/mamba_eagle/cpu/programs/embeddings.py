@@ -8,6 +8,7 @@ from torch import Tensor
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.grouped import Blocks, offset_of
 from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, TileProduct
+from mamba_eagle.cpu.products.transpose import PAIR
 from mamba_eagle.cpu.programs.calls import Call
 from mamba_eagle.cpu.spans import steps as spans
 from mamba_eagle.cpu.spans.grouped_rows import ROWS
@@ -17,13 +18,9 @@ from mamba_eagle.layers.embedding import Embedding
 class StoredRows:
     """Where the rows of an embedding lie."""
 
-    def __init__(
-        self, numbers: Tensor, per_block: int, block: int, step: int, neighbours: int = 1
-    ) -> None:
-        """numbers: float32 or bfloat16. The others: as in ``abi.StoredRows``; step is ``next``."""
-        self.numbers = numbers
-        self.layout = {"per_block": per_block, "block": block, "next": step}
-        self.layout["neighbours"] = neighbours
+    def __init__(self, numbers: Tensor, **layout: int) -> None:
+        """numbers: float32 or bfloat16. layout: as in ``abi.StoredRows``."""
+        self.numbers, self.layout = numbers, {"neighbours": 1, **layout}
 
     def call(self, size: int, columns: int, scale: float) -> Call:
         """A call that writes rows of ``size`` numbers, times ``scale``, to the beginning of rows of
@@ -61,14 +58,16 @@ def stored_rows(embedding: Embedding) -> StoredRows | GroupedRows | None:
     returned = embedding.dtype or weight.dtype
     if isinstance(holder, (PanelProduct, TileProduct)):
         weight, beside = holder.weight, holder.weight.shape[-1]  # outputs, for each input
-        layout: tuple[int, ...] = (beside, beside * holder.inputs, beside)
+        layout = {"per_block": beside, "block": beside * holder.inputs, "next": beside}
         if isinstance(holder, TileProduct):
             weight = weight.view(torch.bfloat16)
-            layout = (beside, beside * holder.inputs, 2 * beside, 2)
+            layout |= {"next": 2 * beside, "neighbours": 2}
+        elif weight.dtype == torch.bfloat16:
+            layout["pair"] = PAIR
     elif holder is None and weight.is_contiguous() and returned == torch.float32:
-        layout = (1, weight.shape[1], 1)
+        layout = {"per_block": 1, "block": weight.shape[1], "next": 1}
     else:
         return None
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return None
-    return StoredRows(weight.detach(), *layout)
+    return StoredRows(weight.detach(), **layout)

@@ -31,11 +31,17 @@ def _down(x, weight, small):
 
 @exactly
 def _up(small, weight, y):
-    """y[c] += Σ small[r] weight[r, c]"""
-    for r in range(small.shape[0]):
-        factor = small[r]
-        for c in range(y.shape[0]):
-            y[c] += factor * weight[r, c]
+    """y[c] += Σ small[r] weight[r, c], four ranks at a time."""
+    rank = small.shape[0]
+    whole = rank - rank % 4
+    for r in range(0, whole, 4):
+        a, b, c, d = small[r], small[r + 1], small[r + 2], small[r + 3]
+        for i in range(y.shape[0]):
+            first = a * weight[r, i] + b * weight[r + 1, i]
+            y[i] += first + (c * weight[r + 2, i] + d * weight[r + 3, i])
+    for r in range(whole, rank):
+        for i in range(y.shape[0]):
+            y[i] += small[r] * weight[r, i]
 
 
 def _add(arguments, first, last):
@@ -43,13 +49,12 @@ def _add(arguments, first, last):
     n, R, S, outputs = own.rows, own.R, own.S, own.outputs
     slots, ranks = ints(row_slots_at(own.row_slots).slots, n), ints(own.ranks, S)
     x, y = floats(own.x, (n, own.inputs)), floats(own.y, (n, own.width))
-    small = floats(own.small, (n, R))
-    down, up = floats(own.down, (S, own.inputs, R)), floats(own.up, (S, R, outputs))
+    small, up = floats(own.small, (n, R)), floats(own.up, (S, R, outputs))
     for row in range(first, last):
         slot = slots[row]
         if slot >= 0 and ranks[slot] > 0:
-            made = small[row, : ranks[slot]]
-            _down(x[row], down[slot], made)
+            made, at = small[row, : ranks[slot]], own.down + 4 * slot * own.inputs * R
+            _down(x[row], floats(at, (own.inputs, ranks[slot])), made)
             _up(made, up[slot], y[row, own.first : own.first + outputs])
 
 

@@ -20,6 +20,7 @@ from mamba_eagle.cpu.ops.tree_verify import (
     extend_journals,
     fold_in_step,
 )
+from mamba_eagle.cpu.products.transpose import place_in_pairs
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans.layers import frame_at, recurrence_at, recurrence_of
 from mamba_eagle.cpu.vectors.memory import pointer_to
@@ -44,7 +45,10 @@ def _scale(row, scale):
 @kernel
 def _begin_of(own, token):
     """Where the embedding has the row of a token: the place of its first number."""
-    return token // own.per_block * own.block + token % own.per_block * own.neighbours
+    place = token % own.per_block
+    if own.pair > 0:
+        place = place_in_pairs(place, own.pair)
+    return token // own.per_block * own.block + place * own.neighbours
 
 
 def _embed_16(arguments, first, last):

@@ -34,17 +34,21 @@ FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
 class Code:
-    """A builder of LLVM instructions with the few that products need."""
+    """A builder of LLVM instructions with the few that products need. Vectors have ``lanes``
+    numbers: 16, unless what is loaded is to fill one register of a processor with shorter ones."""
 
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
+    def __init__(self, builder: Any, lanes: int = LANES) -> None:
+        self.builder, self.lanes = builder, lanes
+
+    def of(self, kind: Any) -> Any:
+        """The type of a vector."""
+        return ir.VectorType(kind, self.lanes)
 
     def splat(self, value: Any) -> Any:
-        """A vector of 16 times the same number."""
-        b, vector = self.builder, ir.VectorType(value.type, LANES)
-        empty = ir.Constant(vector, ir.Undefined)
+        """A vector of the same number."""
+        b, empty = self.builder, ir.Constant(self.of(value.type), ir.Undefined)
         one = b.insert_element(empty, value, I32(0))
-        return b.shuffle_vector(one, empty, ir.Constant(INTS, [0] * LANES))
+        return b.shuffle_vector(one, empty, ir.Constant(self.of(I32), [0] * self.lanes))
 
     def at(self, pointer: Any, index: Any, kind: Any) -> Any:
         """The address of an element; pointer: of any type."""
@@ -65,26 +69,26 @@ class Code:
         return self.builder.inttoptr(address, I8.as_pointer())
 
     def vector(self, pointer: Any, index: Any, kind: Any) -> Any:
-        """16 neighbouring elements, from ``pointer[index]`` on."""
-        b, whole = self.builder, ir.VectorType(kind, LANES)
+        """Neighbouring elements, from ``pointer[index]`` on."""
+        b, whole = self.builder, self.of(kind)
         address = b.bitcast(self.at(pointer, index, kind), whole.as_pointer())
         return b.load(address, align=_bytes(kind))
 
     def store(self, value: Any, pointer: Any, index: Any) -> None:
-        """16 numbers from ``pointer[index]`` on."""
+        """Numbers from ``pointer[index]`` on."""
         kind = value.type.element
         address = self.builder.bitcast(self.at(pointer, index, kind), value.type.as_pointer())
         self.builder.store(value, address, align=_bytes(kind))
 
     def variables(self, count: int) -> list[Any]:
         """Places for vectors of sums; LLVM keeps them in registers."""
-        return [cgutils.alloca_once(self.builder, FLOATS) for _ in range(count)]
+        return [cgutils.alloca_once(self.builder, self.of(F32)) for _ in range(count)]
 
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
         """x · y + z, rounded once where the processor can."""
         if not has("fma", "neon"):
             return self.builder.fadd(self.builder.fmul(x, y), z)
-        return self.call("llvm.fma.v16f32", FLOATS, x, y, z)
+        return self.call(f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
     def call(self, name: str, result: Any, *values: Any) -> Any:
         b = self.builder
