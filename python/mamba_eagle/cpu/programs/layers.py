@@ -42,7 +42,6 @@ from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
 
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
-PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
 
 
