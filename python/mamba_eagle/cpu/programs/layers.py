@@ -44,7 +44,6 @@ from mamba_eagle.layers.whole_norms import WholeNormAttention
 
 ATTENTIONS = (Attention, RotaryAttention, GatedAttention, WholeNormAttention)
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
-PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
 
 

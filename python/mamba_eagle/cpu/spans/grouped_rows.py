@@ -1,4 +1,5 @@
-"""Rows of integer groups as float32, for programs: the embedding is in lm_head's product."""
+"""Rows of integer groups as float32, for programs: the embedding is in lm_head's product. The
+numbers are those of torch."""
 
 from __future__ import annotations
 
@@ -9,17 +10,12 @@ from mamba_eagle.cpu.abi import floats, ints, reader
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.vectors.code import LANES
 from mamba_eagle.cpu.vectors.memory import pointer_to
-from mamba_eagle.machine_code import numba
+from mamba_eagle.machine_code import numba, strictly
 
 given_at = reader(abi.GroupedRows)
 
 
-def _inline(function):  # noqa: ANN001, ANN202
-    """Without leave to round a product and a sum at once: results are those of torch."""
-    return numba.njit(cache=True, error_model="numpy")(function)
-
-
-@_inline
+@strictly
 def _wide(half):  # noqa: ANN001, ANN202
     """A float16, given by its bits, as float32."""
     exponent, fraction = np.int32(half >> 10) & np.int32(31), np.int32(half & 0x3FF)
@@ -33,7 +29,7 @@ def _wide(half):  # noqa: ANN001, ANN202
     return -size if half & 0x8000 else size
 
 
-@_inline
+@strictly
 def _scale_at(address, index, wide):  # noqa: ANN001, ANN202
     if wide != 0:
         return numba.carray(pointer_to(address), index + 1, np.float32)[index]
