@@ -18,44 +18,28 @@ from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
     AdapterRead,
-    AskRanks,
-    ChangeModel,
-    CloseSession,
-    Continue,
-    Done,
     EngineSize,
-    ExportPrefix,
-    FlushCache,
     FromRunner,
     Generate,
-    GetState,
     GrammarCompiled,
     Heartbeat,
-    ImportPrefix,
     LoadAdapter,
-    OpenSession,
     Outputs,
-    Pause,
-    PrefixMoved,
-    Profile,
-    ProfileReply,
-    RankReply,
     Ready,
     RequestOutput,
     RunnerReady,
     Shutdown,
-    StateReply,
     StepResult,
     StopAt,
     ToRunner,
     ToScheduler,
     ToServer,
     ToWatchdog,
-    UnloadAdapter,
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
+from mamba_eagle.scheduler.answers import Answers
 from mamba_eagle.scheduler.events import EventPublisher
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -74,11 +58,9 @@ class SchedulerProcess:
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler
+        self.answers: Answers
         self.grammars: GrammarQueue
         self.events: EventPublisher | None = None
-        self.flushes: list[int] = []  # calls that wait for the last plans to come back
-        self.pauses: list[int] = []  # the same
-        self.told_runner = False  # of the change of the model that is under way
         self.changed = False  # since the last integrity check
         self.checked_at = 0.0
         self.next_beat = 0.0
@@ -101,6 +83,8 @@ class SchedulerProcess:
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
         self.grammars = self.scheduler.prefill.grammars = GrammarQueue()
+        send = (self.outputs.send, self.plans.send)
+        self.answers = Answers(self.scheduler, *send, self.publish)
         events, slots = read_events_config(self.config.kv_events_config), self.scheduler.slots
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
@@ -160,30 +144,8 @@ class SchedulerProcess:
                     outputs += self.scheduler.stop_at(
                         message.rid, message.num_tokens, message.matched
                     )
-                case FlushCache():
-                    self.flushes.append(message.call_id)
-                    self.answer_flushes()
-                case GetState():
-                    self.outputs.send(self.state_for(message))
-                case ExportPrefix() | ImportPrefix():
-                    self.move(message)
-                case OpenSession() | CloseSession():
-                    self.change_session(message)
-                case Profile() | AskRanks():
-                    self.plans.send(message)
-                case LoadAdapter():
-                    self.answer(self.scheduler.adapters.load(message))
-                case UnloadAdapter():
-                    self.answer(self.scheduler.adapters.unload(message))
-                case Pause():
-                    self.pauses.append(message.call_id)
-                    self.scheduler.pause(message.mode)
-                case Continue():
-                    self.scheduler.resume()
-                    self.answer_pauses()
-                    self.outputs.send(Done(call_id=message.call_id))
-                case ChangeModel():
-                    self.begin_change(message)
+                case _:
+                    self.answers.take(message)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -196,121 +158,31 @@ class SchedulerProcess:
         """What the runner is to do beside its steps."""
         for grammar in self.grammars.take_unsent():
             self.plans.send(grammar)
-        changes = self.scheduler.pauses.change is not None and self.told_runner
-        if not changes and not self.scheduler.pauses.released:  # else there are no slots for them
+        if not (self.answers.runner_changes or self.scheduler.pauses.released):  # else no slots
             for asked in self.scheduler.adapters.take_unsent():
                 self.plans.send(asked)
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
-        if isinstance(result, (ProfileReply, RankReply)):
-            self.outputs.send(result)
-        elif isinstance(result, Done):
-            self.scheduler.pauses.changed(worked=not result.problem)
-            self.outputs.send(result)
+        if isinstance(result, StepResult):
+            self.send_outputs(self.scheduler.process(result))
         elif isinstance(result, GrammarCompiled):
             self.grammars.compiled(result.number)
-        elif isinstance(result, AdapterRead):
-            self.answer(self.scheduler.adapters.read(result))
         elif result is not None:
-            assert isinstance(result, StepResult)
-            self.send_outputs(self.scheduler.process(result))
-            self.answer_moves()
-
-    def state_for(self, message: GetState) -> StateReply:
-        scheduler = self.scheduler
-        return StateReply(
-            call_id=message.call_id,
-            state=scheduler.state(),
-            speculation=scheduler.policy.state(),
-            cache=scheduler.cache_use(),
-            nodes=scheduler.slots.top_nodes(message.max_nodes, message.max_tokens),
-        )
-
-    def answer(self, reply: Done | None) -> None:
-        if reply is not None:
-            self.outputs.send(reply)
+            assert not isinstance(result, RunnerReady)
+            self.answers.take_from_runner(result)
 
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
         if outputs:
             self.outputs.send(Outputs(outputs=outputs))
 
-    def move(self, message: ExportPrefix | ImportPrefix) -> None:
-        exchange = self.scheduler.tiers.exchange
-        if exchange is None:
-            problem = "it takes a server with --host-cache-gb and a prefix cache"
-            self.outputs.send(PrefixMoved(call_id=message.call_id, problem=problem))
-        elif isinstance(message, ExportPrefix):
-            exchange.send(message)
-        else:
-            exchange.receive(message)
-        self.answer_moves()
-
-    def change_session(self, message: OpenSession | CloseSession) -> None:
-        if isinstance(message, OpenSession):
-            problem = self.scheduler.sessions.open(message.name, message.seconds)
-        else:
-            problem = self.scheduler.sessions.close(message.name)
-        self.outputs.send(Done(call_id=message.call_id, problem=problem))
-
-    def answer_moves(self) -> None:
-        if (exchange := self.scheduler.tiers.exchange) is not None:
-            for reply in exchange.take_replies():
-                self.outputs.send(reply)
-
-    def begin_change(self, message: ChangeModel) -> None:
-        if problem := self.scheduler.pauses.problem(message):
-            self.outputs.send(Done(call_id=message.call_id, problem=problem))
-        else:
-            self.told_runner = False
-            self.scheduler.begin_change(message)
-
-    def go_on_with_change(self) -> None:
-        """The runner changes the model once no slot is held and nothing is cached."""
-        change = self.scheduler.pauses.change
-        if change is not None and not self.told_runner and self.scheduler.may_change:
-            self.scheduler.lose_all()
-            self.publish()
-            self.told_runner = True
-            self.plans.send(change)
-
-    def answer_pauses(self) -> None:
-        """Once no step is under way; or a Continue has ended them before."""
-        if self.pauses and (self.scheduler.pauses.mode is None or self.scheduler.paused):
-            for call_id in self.pauses:
-                self.outputs.send(Done(call_id=call_id))
-            self.pauses.clear()
-
     def when_idle(self) -> None:
-        self.answer_flushes()
-        self.answer_pauses()
-        self.go_on_with_change()
+        self.answers.answer_waiting()
         now = time.monotonic()
         if self.changed and self.scheduler.idle and now - self.checked_at >= CHECK_SECONDS:
             self.scheduler.check_integrity()
             self.changed = False
             self.checked_at = now
-
-    def answer_flushes(self) -> None:
-        """Refuses while requests run or wait. Once all have ended, a plan may still be on its way
-        back; clients would not call that running, so the answer waits for it."""
-        if not self.flushes:
-            return
-        if self.scheduler.needs_cache:
-            state = self.scheduler.state()
-            running, waiting = int(state["num_running_reqs"]), int(state["num_queue_reqs"])
-            text = f"{running} requests run and {waiting} wait: flush when there are none"
-            if self.scheduler.stands_still:
-                text = f"{running} requests are held in place: continue, or pause by another mode"
-            for call_id in self.flushes:
-                self.outputs.send(Done(call_id=call_id, problem=text))
-            self.flushes.clear()
-        elif self.scheduler.holds_nothing:
-            self.scheduler.flush()
-            self.publish()
-            for call_id in self.flushes:
-                self.outputs.send(Done(call_id=call_id))
-            self.flushes.clear()
 
     def publish(self) -> None:
         if self.events is not None:
