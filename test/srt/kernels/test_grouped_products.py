@@ -90,7 +90,7 @@ def test_programs_read_the_same_rows(form: str, factor: float) -> None:
     ids, out = torch.tensor([32, 0, 5, 17]), torch.zeros(4, 100)
     call = GroupedRows(product.weight).call(96, 100, factor)
     call.block.point(tokens=ids, out=out)
-    call.kernel.run(4, 0, call.block.address)
+    call.kernel(4, 0, call.block)
     rows = product.rows(ids)
     assert torch.equal(out[:, :96], rows * factor if factor != 1.0 else rows)
     assert not out[:, 96:].any()
@@ -161,7 +161,7 @@ def test_programs_read_the_rows_of_panels(dtype: torch.dtype) -> None:
     out = torch.empty(len(ids), 64)
     call = rows.call(64, 64, 1.0)
     call.block.point(tokens=ids, out=out)
-    call.kernel.run(len(ids), 0, call.block.address)
+    call.kernel(len(ids), 0, call.block)
     assert torch.equal(out, weight[ids].float())
 
 

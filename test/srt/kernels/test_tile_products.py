@@ -101,5 +101,5 @@ def test_rows_of_the_weight_are_read_back() -> None:
     out = torch.full((len(ids), 80), 7.0)
     call = rows.call(64, 80, 2.0)
     call.block.point(tokens=ids, out=out)
-    call.kernel.run(len(ids), 0, call.block.address)
+    call.kernel(len(ids), 0, call.block)
     assert torch.equal(out[:, :64], 2.0 * weight[ids].float()) and bool((out[:, 64:] == 7.0).all())
