@@ -91,18 +91,18 @@ def on_path(parents: list[int], node: int) -> set[int]:
 
 def assert_sound(index: NgramIndex) -> None:
     """Every entry in use is a root, or a node that its parent lists and its bucket finds."""
-    nodes, capacity = index.nodes, len(index.nodes) - 1
-    assert index.num_nodes <= capacity and not nodes[0].any()
+    nodes, capacity, used = index.nodes, len(index.nodes) - 1, int(index.state[0])
+    assert used <= capacity and not nodes[0].any()
     listed = []
-    for at in range(1, index.num_nodes + 1):
+    for at in range(1, used + 1):
         before, child = 0, int(nodes[at, CHILD])
         while child:
             listed.append(child)
             assert nodes[child, PARENT] == at and nodes[child, PREVIOUS] == before
             assert find(nodes, index.buckets, at, nodes[child, TOKEN]) == child
             before, child = child, int(nodes[child, NEXT])
-    roots = [at for at in range(1, index.num_nodes + 1) if nodes[at, PARENT] == 0]
-    assert sorted(listed + roots) == list(range(1, index.num_nodes + 1))
+    roots = [at for at in range(1, used + 1) if nodes[at, PARENT] == 0]
+    assert sorted(listed + roots) == list(range(1, used + 1))
     for slot, root in enumerate(index.roots.tolist()):
         assert root == 0 or (root in roots and nodes[root, USED] == 2), slot
     chained = 0
