@@ -49,7 +49,7 @@ def compare(start: Start, flags: list[str], cases: list[Case], seed: str) -> Out
     server = start(*COMMON, *flags).wait_until_ready()
     comparison = Comparison(server, cases, random.Random(seed))
     asyncio.run(comparison.run())
-    with httpx.StreamClient(base_url=server.base_url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
         # Flushing waits for the last plan to come back.
         assert client.post(f"/flush_cache?timeout={PATIENCE:g}").status_code == 200
         info = client.get("/server_info").json()
