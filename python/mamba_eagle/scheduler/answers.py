@@ -54,7 +54,7 @@ class Answers:
 
     @property
     def runner_changes(self) -> bool:
-        """Whether the runner has been told to change the model, and has not answered."""
+        """Whether the runner knows of a change of the model, and has not answered."""
         return self.scheduler.pauses.change is not None and self._told_runner
 
     def take(self, asked: Asked) -> None:
