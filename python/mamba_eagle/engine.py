@@ -306,7 +306,7 @@ class Engine:
             return future.result()
         except CancelledError:  # the engine has ended meanwhile, and knows why in a moment
             self._thread.join(JOIN_SECONDS)
-            raise EngineError(self._last_words or "the engine is closed", 503) from None
+            raise self._closed() from None
         except BaseException:  # Ctrl-C
             future.cancel()
             raise

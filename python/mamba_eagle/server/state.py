@@ -39,6 +39,7 @@ from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
 
 T = TypeVar("T")
+SILENCE = "the engine did not answer in time"
 
 
 @dataclass
@@ -201,7 +202,7 @@ class ServerState:
             raise RequestError(str(error), 503) from None
 
 
-async def heard(question: Awaitable[T], silence: str = "the engine did not answer in time") -> T:
+async def heard(question: Awaitable[T], silence: str = SILENCE) -> T:
     """The engine's answer.
 
     Raises: RequestError 503 if none comes; silence: what it says then.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.tiers.disk_log import SUM_BYTES, Labels, live
 from mamba_eagle.cache.tiers.export_file import ExportFile, TornFile, read_export
@@ -68,8 +70,8 @@ class Exchange:
             return
         deepest = max(found.records, key=lambda record: record.label.end).label
         leaf = max(file.cache.nodes(), key=lambda node: node.end, default=file.cache.root)
-        parts = [part.tokens for part in leaf.ancestors()][::-1]
-        tokens = as_tokens([token for part in parts for token in part.tolist()])
+        parts = [part.tokens for part in leaf.ancestors()]
+        tokens = np.concatenate([as_tokens(()), *reversed(parts)])
         salt = int.from_bytes(deepest.salt, "little")
         hit = file.cache.match(tokens, len(tokens), salt)
         above = self.host.cache.match(tokens, len(tokens), salt).position

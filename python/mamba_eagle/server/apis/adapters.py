@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_MODEL_LENGTH
 from mamba_eagle.message import LoadAdapter, UnloadAdapter
-from mamba_eagle.server.apis.rollouts.operator import trusted
+from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.model import Body, needs, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, heard
+from mamba_eagle.server.state import ServerState
 
 MAX_FOLDER = 4096  # characters of a path
 NAME = kinds.short(MAX_MODEL_LENGTH)
@@ -63,9 +63,7 @@ async def unload(request: Request) -> Response:
 
 async def _change(state: ServerState, asked: LoadAdapter | UnloadAdapter) -> None:
     """Raises: RequestError 400 with what is wrong with the adapter; 503"""
-    reply = await heard(state.manager.ask(asked, 600.0), "the model runner does not answer")
-    if reply.problem:
-        raise RequestError(reply.problem)
+    await answered(state.manager.ask(asked, 600.0), "the model runner does not answer")
 
 
 def _loaded(state: ServerState) -> Response:

@@ -23,9 +23,13 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 )
-BINARY = "application/octet-stream"
-KINDS = {"/": HTML, "/docs": HTML, "/metrics": PLAIN, "/flush_cache": PLAIN}  # others: JSON
-KINDS["/export_prefix"] = BINARY
+KINDS = {  # others: JSON
+    "/": HTML,
+    "/docs": HTML,
+    "/metrics": PLAIN,
+    "/flush_cache": PLAIN,
+    "/export_prefix": "application/octet-stream",
+}
 router = APIRouter()
 
 

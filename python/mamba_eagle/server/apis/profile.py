@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_PROFILED_STEPS
 from mamba_eagle.message import Profile
+from mamba_eagle.server.apis.rollouts.operator import answered
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.model import Body, says, takes
-from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.state import ServerState, heard, server_state
+from mamba_eagle.server.state import ServerState, server_state
 
 STEPS = kinds.integer(1, MAX_PROFILED_STEPS)
 
@@ -53,7 +54,5 @@ async def stop_profile(request: Request) -> Response:
 async def _ask(state: ServerState, path: str, steps: int) -> Response:
     """Steps 0: stop."""
     asked = state.manager.ask(Profile(path=path, steps=steps), 60.0)
-    reply = await heard(asked, "the model runner does not answer")
-    if reply.problem:
-        raise RequestError(reply.problem)
+    reply = await answered(asked, "the model runner does not answer")
     return json_response({"path": reply.path, "steps": reply.steps})

@@ -7,15 +7,15 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from mamba_eagle.message import Done, PrefixMoved, RankReply
+from mamba_eagle.message import Done, PrefixMoved, ProfileReply, RankReply
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.origins import is_loopback
-from mamba_eagle.server.state import ServerState, heard, server_state
+from mamba_eagle.server.state import SILENCE, ServerState, heard, server_state
 
 CHANGE_SECONDS = 1800.0  # that loading weights may take
 RANK_SECONDS = 3600.0  # that receiving or summing them may
-T = TypeVar("T", Done, PrefixMoved, list[RankReply])
+T = TypeVar("T", Done, PrefixMoved, ProfileReply, list[RankReply])
 
 
 def operated(request: Request) -> ServerState:
@@ -34,9 +34,10 @@ def trusted(request: Request) -> ServerState:
     return state
 
 
-async def answered(question: Awaitable[T]) -> T:
-    """Raises: RequestError 503 if no answer comes; 400 with the reason why nothing was done."""
-    reply = await heard(question)
+async def answered(question: Awaitable[T], silence: str = SILENCE) -> T:
+    """Raises: RequestError 503 if no answer comes (silence: what it says then); 400 with the reason
+    why nothing was done."""
+    reply = await heard(question, silence)
     for each in reply if isinstance(reply, list) else [reply]:
         if each.problem:
             raise RequestError(each.problem)
