@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, widened
 from mamba_eagle.layers.adapters import Addition, slots_of_rows
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.products import PackedMatrix, PackedProduct
+from mamba_eagle.layers.products import PackedMatrix, PackedProduct, WritingProduct
 from mamba_eagle.layers.weights import (
     META,
     MatrixLayer,
@@ -153,6 +153,8 @@ class Linear(MatrixLayer):
 
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         """``forward`` without autograd, written to out [n, out_features], which is returned."""
+        if out.dtype == self.weight.dtype and isinstance(self._packed, WritingProduct):
+            return self._packed(x, self.bias, out)
         if self._packed is None and self.bias is None and out.dtype == self.weight.dtype:
             return torch.mm(x, self.weight.t(), out=out)
         return out.copy_(self(x))

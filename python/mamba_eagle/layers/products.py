@@ -30,6 +30,14 @@ class MatrixProduct(ABC):
         """x [n, in], which the caller may have rounded by ``rounding``; bias [out] -> [n, out]."""
 
 
+class WritingProduct(ABC):
+    """The same for a weight that is not of few bits, with a place for its results."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x [n, in], bias [out] -> ``out`` [n, out], contiguous, or a new tensor."""
+
+
 class ExpertLayer(ABC):
     """A mixture's experts, with all that is between the routes and the weighted sum."""
 

@@ -10,6 +10,7 @@ from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
 from mamba_eagle.backend.triton.products import (
     Float8Product,
     FourBitProduct,
+    SixteenBitProduct,
     multiplies,
 )
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
@@ -20,7 +21,7 @@ from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
-from mamba_eagle.layers.ops import HeadNorms, Normed
+from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
 from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.four_bit import FourBitMatrix
@@ -103,7 +104,10 @@ class TritonOps(CudaOps):
         groups = y.shape[1] // len(weight)
         return rounded_gated_norm(y, gate, weight, groups, eps, rounding, norm_first=True)
 
-    # ── products of few bits ──
+    # ── products ──
+
+    def pack_linear(self, weight: Tensor) -> Product | None:
+        return SixteenBitProduct(weight) if SixteenBitProduct.takes(weight) else None
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
         return multiplies(matrix, device)

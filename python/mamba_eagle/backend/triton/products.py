@@ -1,4 +1,4 @@
-"""Products with matrices of few bits on a GPU, and what chooses between their kernels."""
+"""Products on a GPU, and what chooses between their kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
 from mamba_eagle.kernels.four_bit import gluon as few_tokens
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
-from mamba_eagle.layers.products import MatrixProduct, PackedProduct
+from mamba_eagle.kernels.linear import triton as sixteen_bit
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct, WritingProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -27,6 +28,35 @@ FEW_TOKENS = 64
 FEW_TOKENS_OF_SHORT = 32
 MANY_ROWS = 20_000
 MAX_SCALED_AFTER = 128
+
+
+# A weight of so few rows has too few programs, so cuBLAS divides its columns.
+FEW_ROWS = 2048
+
+
+class SixteenBitProduct(WritingProduct):
+    """Few tokens by the Triton kernel, more by cuBLAS."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if x.ndim == 2 and len(x) <= FEW_TOKENS and x.stride(1) == 1:
+            return sixteen_bit.linear(x, self.weight, bias, out)
+        return self.library(x, bias, out)
+
+    def library(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if out is None:
+            return F.linear(x, self.weight, bias)
+        torch.mm(x, self.weight.t(), out=out)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the kernel reads the weight [out, in], and is the faster one."""
+        rows, columns = weight.shape
+        sixteen = weight.dtype in (torch.bfloat16, torch.float16)
+        return sixteen and columns % MULTIPLE == 0 and rows >= FEW_ROWS
 
 
 def multiplies(matrix: Matrix, device: torch.device) -> bool:

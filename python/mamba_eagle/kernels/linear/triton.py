@@ -1,0 +1,128 @@
+"""Products with matrices of 16 bits on a GPU, for few tokens.
+
+A program multiplies some rows of the weight with all columns and up to 64 tokens. The weight is the
+first factor: it has enough rows for the tensor cores' widest instruction however few tokens there
+are. The columns are never divided among programs: a sum is made of ordered steps of 16 columns in
+one float32 accumulator, so a row has the same bits whatever the tile and the number of tokens
+(test_step_sums.py), and nothing is left to be added up. What that needs is enough reads in flight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+
+
+class Config(NamedTuple):
+    """How a product is divided; the result does not depend on it."""
+
+    rows: int  # of the weight, per program: a power of two
+    tokens: int  # per program: a power of two, at least 16
+    columns: int  # per iteration: a power of two, at least 16
+    warps: int
+    stages: int  # iterations in flight
+    ahead: int = 8  # of a row, 128 bytes each, fetched while the previous kernel drains; 2^k or 0
+
+
+# not specialized, so that all weights of a model and all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n", "x_stride"])
+def _linear_kernel(
+    x,  # [n, columns], rows x_stride apart
+    weight,  # [out, columns]
+    bias,  # [out], read if HAS_BIAS
+    y,  # [n, out]
+    n,
+    out,
+    columns,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_row, is_token = row < out, token < n
+    rows = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
+    tokens = x + token.to(tl.int64)[None, :] * x_stride
+    if AHEAD > 0:  # the kernel before does not write weights
+        at = tl.minimum(64 * tl.arange(0, AHEAD), columns - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(rows + at[None, :]).to(tl.int64)],
+            tl.int32,
+            False,
+            1,
+        )
+    previous_done(OVERLAP)
+    column = tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for first in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        at = first + column
+        inside = at < columns
+        w = tl.load(
+            rows + at[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        t = tl.load(tokens + at[:, None], mask=inside[:, None] & is_token[None, :], other=0.0)
+        if INTERPRETED:
+            acc = tl.dot(w.to(tl.float32), t.to(tl.float32), acc)
+        else:
+            acc = tl.dot(w, t, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    at = y + token.to(tl.int64)[None, :] * out + row[:, None]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+
+
+def choose_config(n: int) -> Config:
+    """For Hopper; measured with benchmark/kernels/bench_linear.py."""
+    return Config(64, min(64, max(16, triton.next_power_of_2(n))), 128, 4, 5)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``y_ro = Σ_i x_ri w_oi + b_o``, sums in float32.
+
+    Args:
+        x: [n, in], bfloat16 or float16; its last dimension is contiguous.
+        weight: [out, in], contiguous, of the same dtype; bias: [out].
+        out: [n, out] contiguous, for the result; None: a new tensor.
+    """
+    (n, columns), rows = x.shape, weight.shape[0]
+    y = torch.empty(n, rows, dtype=x.dtype, device=x.device) if out is None else out
+    config = config or choose_config(n)
+    _linear_kernel[(triton.cdiv(rows, config.rows), triton.cdiv(n, config.tokens))](
+        x,
+        weight,
+        y if bias is None else bias,
+        y,
+        n,
+        rows,
+        columns,
+        x.stride(0),
+        HAS_BIAS=bias is not None,
+        ROWS=config.rows,
+        TOKENS=config.tokens,
+        COLUMNS=config.columns,
+        STAGES=config.stages,
+        AHEAD=config.ahead if launches_overlap(x.device) else 0,
+        num_warps=config.warps,
+        **overlapping(x.device),
+    )
+    return y
