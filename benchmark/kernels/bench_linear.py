@@ -3,9 +3,10 @@
     PYTHONPATH=python python -m benchmark.kernels.bench_linear --output FILE.jsonl
     … --sweep       # other configurations of the Triton kernel
 
-The shapes are those of a 9B model, and narrower ones. Launches go round copies of the weight, which
-together do not fit into the L2 cache. ``unsplit``: cuBLASLt when it may not divide the columns. Rows
-of all forms that divide none are compared bit by bit; the script fails where they differ.
+The shapes are those of a 9B model, and narrower ones. Launches go round copies of the weight,
+which together do not fit into the L2 cache. ``unsplit``: cuBLASLt when it may not divide the
+columns. Rows of all forms that divide none are compared bit by bit; the script fails where they
+differ.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -74,18 +76,16 @@ def main() -> None:
         for tokens in args.tokens:
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
             label, least = f"{name}, {tokens}", 2.0 * (rows * columns + tokens * (rows + columns))
-            us = graph_us([lambda w=w: F.linear(x, w) for w in weights])
-            report.add(label, "cublas", us, least)
+            library = [partial(F.linear, x, weight) for weight in weights]
+            report.add(label, "cublas", graph_us(library), least)
             with unsplit():
                 wanted = F.linear(x, first)
-                us = graph_us([lambda w=w: F.linear(x, w) for w in weights])
-                report.add(label, "unsplit", us, least)
+                report.add(label, "unsplit", graph_us(library), least)
             times = []
             for config in configs(tokens, args.sweep):
-                found = linear(x, first, None, config=config)
-                differ += not torch.equal(found, wanted)
-                us = graph_us([lambda w=w: linear(x, w, None, config=config) for w in weights])
-                times.append((us, config))
+                launches = [partial(linear, x, weight, None, None, config) for weight in weights]
+                differ += not torch.equal(launches[0](), wanted)
+                times.append((graph_us(launches), config))
             times.sort(key=lambda each: each[0])
             for us, config in times[:3]:
                 report.add(label, "triton", us, least, note=str(config or ""))

@@ -56,11 +56,11 @@ def _linear_kernel(
     rows = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[None, :] * x_stride
     if AHEAD > 0:  # the kernel before does not write weights
-        at = tl.minimum(64 * tl.arange(0, AHEAD), columns - 1)
+        line = tl.minimum(64 * tl.arange(0, AHEAD), columns - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",
-            [(rows + at[None, :]).to(tl.int64)],
+            [(rows + line[None, :]).to(tl.int64)],
             tl.int32,
             False,
             1,
@@ -81,8 +81,8 @@ def _linear_kernel(
             acc = tl.dot(w, t, acc)
     if HAS_BIAS:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    at = y + token.to(tl.int64)[None, :] * out + row[:, None]
-    tl.store(at, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+    outputs = y + token.to(tl.int64)[None, :] * out + row[:, None]
+    tl.store(outputs, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
 
 
 def choose_config(n: int) -> Config:
