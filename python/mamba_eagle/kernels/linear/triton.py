@@ -31,8 +31,8 @@ class Config(NamedTuple):
     ahead: int = 8  # of a row, 128 bytes each, fetched while the previous kernel drains; 2^k or 0
 
 
-# not specialized, so that all weights of a model and all numbers of tokens share machine code
-@triton.jit(do_not_specialize=["n", "x_stride"])
+# not specialized, so that all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n"])
 def _linear_kernel(
     x,  # [n, columns], rows x_stride apart
     weight,  # [out, columns]
