@@ -17,6 +17,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.config import ON_A_CPU, ON_A_GPU, ConfigError, EngineConfig
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
+from mamba_eagle.model_config import ModelConfig
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CPU_DTYPES = (torch.float32,)
@@ -76,16 +77,20 @@ def set_threads(count: int, device: torch.device) -> None:
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, prompt_dtype: str = "float32"
+    device: torch.device, dtype: torch.dtype, prompt_dtype: str = "float32", exact: bool = False
 ) -> Backend:
     """The fastest backend for weights and activations of this dtype on this device. prompt_dtype:
-    --cpu-prompt-dtype."""
+    --cpu-prompt-dtype; exact: --exact, which the backend may still refuse for a model."""
     place: Place = Host() if device.type == "cpu" else Cuda(device)
     if place.on_host:
         return _host_backend(place, dtype, prompt_dtype)
     if not triton_usable(place.device, dtype):
         return Backend(place, dtype)
-    # needs triton
+    # both need triton
+    if exact:
+        from mamba_eagle.backend.triton.exact import ExactBackend
+
+        return ExactBackend(place, dtype)
     from mamba_eagle.backend.triton.backend import TritonBackend
 
     return TritonBackend(place, dtype, flashinfer_usable(dtype))
@@ -106,6 +111,11 @@ def quantization_problems(quantizations: Mapping[str, str], backend: Backend) ->
                 f"CPU; use --device cpu, or {flag} fp8"
             )
     return wrong
+
+
+def inexact_problems(backend: Backend, model: ModelConfig) -> list[str]:
+    """Why --exact cannot be had. The CPU engine's sums have one order anyway."""
+    return [] if backend.name == "cpu" else backend.inexact(model)
 
 
 def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:

@@ -44,7 +44,7 @@ from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
+from mamba_eagle.model_config import ModelConfig, MoEConfig, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated, accept, truncate
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -68,6 +68,10 @@ class Backend(TokenOps):
     def description(self) -> str:
         """The chosen implementations, in one line for the start-up log."""
         return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
+
+    def inexact(self, model: ModelConfig) -> list[str]:
+        """Why the bits of a token's logits may depend on how it is served: --exact refuses it."""
+        return [f"--exact: not by {self.description}; leave the flag out"]
 
     # ── kernels that are compiled ──
 

@@ -54,6 +54,7 @@ class EngineConfig(
             wrong += self.products_missing(flag, kind)
         wrong += self.sum_problems(self.device)
         wrong += self.tier_problems(self, self)
+        wrong += self._inexact() if self.exact else []
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter and drafter.needs_folder and not self.speculative_draft_model_path:
             wrong.append(
@@ -61,6 +62,36 @@ class EngineConfig(
                 "--speculative-draft-model-path, the folder of a drafter made for "
                 f"{self.model_path}"
             )
+        return wrong
+
+    def _inexact(self) -> list[str]:
+        """What --exact cannot promise its bits beside."""
+        given = (
+            ("--dtype", self.dtype, "float32", "bfloat16"),
+            ("--quantization", self.quantization, "nvfp4", "auto or fp8"),
+            ("--cpu-prompt-dtype", self.cpu_prompt_dtype, "bfloat16", "float32"),
+            ("--mamba-verify-mode", self.mamba_verify_mode, "snapshot", "deferred"),
+            ("--kv-cache-dtype", self.kv_cache_dtype, "fp8_e4m3", "auto"),
+        )
+        on_host = self.device == "cpu"
+        wrong = [
+            f"{flag} {value}: with --exact use {remedy}"
+            for flag, value, other, remedy in given
+            if value == other and not (on_host and flag == "--dtype")
+        ]
+        if self.mamba_ssm_dtype != "float32":
+            wrong.append(f"--mamba-ssm-dtype {self.mamba_ssm_dtype}: with --exact use float32")
+        if on_host:
+            return wrong
+        if self.max_journals > 0:
+            wrong.append(f"--max-journals {self.max_journals}: with --exact use 0")
+        if self.num_ranks > 1:
+            wrong.append(
+                f"--tp-size {self.tp_size} --pp-size {self.pp_size}: with --exact one GPU holds "
+                "the whole model; use 1 for both"
+            )
+        if self.adapter_slots:
+            wrong.append("--lora-modules, --max-loras: not with --exact; leave them out")
         return wrong
 
 

@@ -69,6 +69,12 @@ class ModelSettings(Settings):
         "float32; takes a second copy of these weights, and texts may part at near-ties",
         choices=("float32", "bfloat16"),
     )
+    exact: bool = setting(
+        False,
+        "on a GPU, give a token's logits the same bits however it is served: alone or in a batch, "
+        "drafted or not, in any chunk of a prompt, from the cache or not; for Mamba2 models and "
+        "hybrids in 16 bits and float8. On a CPU they have them without it",
+    )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
     )

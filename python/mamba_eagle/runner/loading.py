@@ -44,7 +44,7 @@ def backend_for(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backe
     """
     device = rank_device(config, rank)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
-    backend = choose_backend(device, dtype, config.cpu_prompt_dtype)
+    backend = choose_backend(device, dtype, config.cpu_prompt_dtype, config.exact)
     if problems := quantization_problems(config.quantizations, backend):
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))

@@ -128,6 +128,8 @@ class FusedExperts(ExpertLayer):
         self.shared = 0
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8
+        # whether a token's sums have the same order in any number of tokens: those of tiles do
+        self.exact = False
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
@@ -149,7 +151,7 @@ class FusedExperts(ExpertLayer):
         n = len(x)
         if routes.experts.dtype != torch.int32:
             routes = Routes(routes.experts.int(), routes.weights)
-        inside = self.shared if beside is not None and n <= MAX_SHARED else 0
+        inside = self.shared if beside is not None and n <= MAX_SHARED and not self.exact else 0
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
         if n > MAX_TILES and self.library:
@@ -159,7 +161,8 @@ class FusedExperts(ExpertLayer):
 
     def _config(self, n: int) -> tuple[Config, Config]:
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
-        sizes = few if n <= few.tokens else next(each for each in tiles if n <= each.tokens)
+        fits = n <= few.tokens and not self.exact
+        sizes = few if fits else next(each for each in tiles if n <= each.tokens)
         up, down = sizes.up, sizes.down
         if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
             up = down = TILES[0].up

@@ -54,9 +54,8 @@ class SixteenBitProduct(WritingProduct):
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Whether the kernel reads the weight [out, in], and is the faster one."""
-        rows, columns = weight.shape
         sixteen = weight.dtype in (torch.bfloat16, torch.float16)
-        return sixteen and columns % MULTIPLE == 0 and rows >= FEW_ROWS
+        return sixteen and weight.shape[1] % MULTIPLE == 0 and len(weight) >= FEW_ROWS
 
 
 def multiplies(matrix: Matrix, device: torch.device) -> bool:

@@ -1,0 +1,106 @@
+"""Products whose sums have one order for any number of tokens.
+
+In 16 bits that is ordered steps of 16 columns in one accumulator (kernels/linear/triton.py), which
+is also what cuBLASLt does where it may not divide the columns. Whether it does is tried for each
+shape of a weight, since libraries change; where it does not, the kernel multiplies prompts, too.
+In float8 the kernel of few tokens serves all.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.backend.triton.products import Float8Product, SixteenBitProduct
+from mamba_eagle.kernels.float8 import triton as float8
+from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.kernels.linear import triton as sixteen_bit
+from mamba_eagle.layers.ops import Product
+from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
+from mamba_eagle.model_config import Span
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
+
+log = logging.getLogger("mamba_eagle.runner")
+
+TRIED = (65, 80, 128, 250, 512, 1024, 3000)  # tokens
+
+
+class ExactProduct(SixteenBitProduct):
+    """library: whether cuBLASLt has the kernel's bits."""
+
+    def __init__(self, weight: Tensor, library: bool) -> None:
+        super().__init__(weight)
+        self.has_library = library
+
+    def library(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if self.has_library and bias is None:
+            return super().library(x, None, out)
+        if x.ndim == 2:
+            return sixteen_bit.linear(x, self.weight, bias, out)
+        y = self.library(x.reshape(-1, x.shape[-1]), bias, None)
+        return y.unflatten(0, x.shape[:-1])
+
+
+def library_agrees(weight: Tensor) -> bool:
+    """Whether cuBLASLt's products with ``weight`` [out, in] have the kernel's bits."""
+    draw = torch.Generator(weight.device).manual_seed(0)
+    shape = (max(TRIED), weight.shape[1])
+    x = torch.randn(shape, generator=draw, device=weight.device).to(weight.dtype)
+    wanted = sixteen_bit.linear(x, weight, None)
+    library = SixteenBitProduct(weight).library
+    return all(torch.equal(library(x[:n], None, None), wanted[:n]) for n in TRIED)
+
+
+class ExactFloat8(Float8Product):
+    """One kernel and undivided columns for any number of tokens."""
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
+        n, (rows, columns) = len(given.values), self.weight.shape
+        config = float8.choose_config(n, rows, columns, self.block is not None)
+        config = config._replace(splits=1)
+        return float8.product(
+            given, self.weight, self.scale, bias, self.dtype, self.block, config=config
+        )
+
+
+class ExactOps(TritonOps):
+    name = "triton"
+
+    def __init__(self) -> None:
+        # no sums of parts, which only cuBLASLt can be asked for
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        settings = torch.backends.cuda.matmul
+        settings.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+        settings.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+        self.tried: dict[tuple[object, ...], bool] = {}
+
+    def pack_linear(self, weight: Tensor) -> Product | None:
+        kind = (*weight.shape, weight.dtype)
+        if kind not in self.tried:
+            self.tried[kind] = library_agrees(weight)
+            if not self.tried[kind]:
+                log.warning("--exact: cuBLASLt divides sums of %s; prompts take longer", kind)
+        return ExactProduct(weight, self.tried[kind])
+
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+        product = super().pack_matrix(matrix, dtype)
+        if isinstance(product, Float8Product) and isinstance(matrix, Float8Matrix):
+            return ExactFloat8(matrix, dtype)
+        return product
+
+    def fuse_experts(
+        self,
+        up: Tensor | Matrix,
+        down: Tensor | Matrix,
+        act: str,
+        held: Span | None,
+        dtype: torch.dtype,
+    ) -> ExpertLayer | None:
+        experts = super().fuse_experts(up, down, act, held, dtype)
+        if experts is not None:
+            experts.exact = True
+        return experts
