@@ -1,0 +1,157 @@
+"""Times attention with the same bits everywhere beside the usual kernels, at 9B sizes.
+
+    PYTHONPATH=python python -m benchmark.kernels.bench_exact_attention [--output FILE.jsonl]
+    … --configs    # other divisions of the work, too
+
+Steps: one attention layer of trees (the nodes' keys and values included) beside
+``paged_tree_attention``. Prompts: beside FlashInfer, or torch without it. Launches go round the
+pools of several layers; slots are scattered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmark.kernels.bench_tree_attention import NANO_9B, Inputs, Mode
+from benchmark.lib.launches import Launch, Report, graph_us
+from mamba_eagle.backend.attention import PromptSpan, TreeNodes
+from mamba_eagle.backend.place import Cuda
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.backend.torch.attention import CausalAttention
+from mamba_eagle.backend.triton.attention import TritonTreeAttention
+from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
+from mamba_eagle.kernels.exact_attention.triton import (
+    Config,
+    exact_prompt_attention,
+    exact_tree_attention,
+    prompt_config,
+    prompt_tiles,
+    tree_config,
+)
+
+BATCHES, NODES, PREFIXES = (1, 8, 32), (1, 8, 16), (300, 2048, 16384)
+PROMPTS = {"32 prompts of 256": (32, 256, 0), "1 prompt of 8192": (1, 8192, 0)}
+PROMPTS |= {"1 chunk of 2048 at 14336": (1, 2048, 14336)}
+HEADS = (NANO_9B.num_heads, NANO_9B.num_kv_heads, NANO_9B.head_dim)
+
+
+def tree_forms(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
+    rest = (inputs.lengths, inputs.own, inputs.own, inputs.ancestors)
+    nodes = TreeNodes(inputs.table, inputs.slots, *rest)
+    yield "usual", inputs.through(TritonTreeAttention(inputs.pool, nodes))
+    yield "exact", inputs.through(ExactTreeAttention(inputs.pool, nodes))
+
+
+def tree_launch(inputs: Inputs, exact: ExactTreeAttention, config: Config, layer: int) -> object:
+    pools = (inputs.pool.k[layer], inputs.pool.v[layer])
+    where = (*exact.sequences, *exact.nodes)
+    return exact_tree_attention(inputs.q, *pools, *where, inputs.scale, config)
+
+
+def tree_configs(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
+    """The kernels without the writes."""
+    rest = (inputs.lengths, inputs.own, inputs.own, inputs.ancestors)
+    exact = ExactTreeAttention(inputs.pool, TreeNodes(inputs.table, inputs.slots, *rest))
+    usual = tree_config(inputs.batch, inputs.mode.nodes, *HEADS, 2)
+    for whole, stages in itertools.product((False, True), (3, 5, 7)):
+        if usual.rows == 128 and stages == 7:
+            continue
+        config = usual._replace(whole=whole, stages=stages)
+        mark = " (usual)" if config == usual else ""
+        launch = partial(tree_launch, inputs, exact, config)
+        label = f"{'/'.join(map(str, config))}{mark}"
+        yield label, [partial(launch, layer) for layer in range(inputs.layers)]
+
+
+class Prompts:
+    """``batch`` chunks of ``length`` tokens at position ``start``, and a pool of two layers."""
+
+    def __init__(self, batch: int, length: int, start: int) -> None:
+        torch.manual_seed(0)
+        used = batch * (start + length)
+        self.pool = KVPool(2, used, NANO_9B, torch.bfloat16, torch.device("cuda"))
+        self.pool.k.normal_()
+        self.pool.v.normal_()
+        self.table = torch.randperm(used, device="cuda").view(batch, -1)
+        self.spans = [PromptSpan(i, start, length) for i in range(batch)]
+        heads = [HEADS[0], HEADS[1], HEADS[1]]
+        packed = torch.randn(batch * length, sum(heads), HEADS[2], device="cuda").bfloat16()
+        self.inputs = packed.split(heads, dim=1)
+        self.scale = HEADS[2] ** -0.5
+        self.operations = 4 * HEADS[0] * HEADS[2] * batch * length * (start + length / 2)
+
+    def through(self, attention: Any) -> list[Launch]:
+        layers = (SimpleNamespace(index=i, scale=self.scale) for i in range(2))
+        return [partial(attention.attend, layer, *self.inputs) for layer in layers]
+
+    def forms(self) -> Iterator[tuple[str, list[Launch]]]:
+        try:
+            from mamba_eagle.backend.triton.flashinfer import FlashInferPrompts
+
+            usual = FlashInferPrompts(self.pool, self.table, self.spans)
+            yield "FlashInfer", self.through(usual)
+        except ImportError:
+            if len(self.spans) * self.table.shape[1] ** 2 < 2e8:
+                yield "torch", self.through(CausalAttention(self.pool, self.table, self.spans))
+        exact = ExactPrompts(self.pool, self.table, self.spans, Cuda(torch.device("cuda")))
+        yield "exact", self.through(exact)
+
+    def configs(self) -> Iterator[tuple[str, list[Launch]]]:
+        usual = prompt_config(*HEADS, 2)
+        for rows, warps, stages in ((128, 8, 3), (128, 8, 5), (64, 4, 3), (64, 4, 5), (64, 8, 3)):
+            config = Config(rows, True, warps, stages)
+            tiles = prompt_tiles(self.spans, rows * HEADS[1] // HEADS[0])
+            sent = torch.tensor(tiles, dtype=torch.int32, device="cuda")
+            mark = " (usual)" if config == usual else ""
+
+            def launch(layer: int, config: Config = config, sent: torch.Tensor = sent) -> object:
+                pools = (self.pool.k[layer], self.pool.v[layer])
+                rest = (self.table, sent, self.scale, config)
+                return exact_prompt_attention(self.inputs[0], *pools, *rest)
+
+            yield f"{'/'.join(map(str, config))}{mark}", [partial(launch, 0), partial(launch, 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", help="append JSON lines to this file")
+    parser.add_argument("--configs", action="store_true", help="other divisions of the work, too")
+    args = parser.parse_args()
+    results = Report(args.output)
+    for name, sizes in PROMPTS.items():
+        prompts, first = Prompts(*sizes), 0.0
+        for path, launches in [*prompts.forms(), *(prompts.configs() if args.configs else [])]:
+            us = graph_us(launches)
+            first = first or us
+            note = f"{prompts.operations / us / 1e6:.0f} TFLOP/s, {us / first:.2f}"
+            fields = {"path": path, "batch": sizes[0], "tokens": sizes[1], "start": sizes[2]}
+            results.add(f"{name} {path}", "kernel_exact_prompts_us", us, note=note, **fields)
+        del prompts, launches
+    for nodes, batch, prefix in itertools.product(NODES, BATCHES, PREFIXES):
+        if batch * prefix > 300_000 and nodes == 8:
+            continue
+        inputs, first = Inputs(batch, Mode(NANO_9B, nodes), prefix), 0.0
+        for path, launches in [
+            *tree_forms(inputs),
+            *(tree_configs(inputs) if args.configs else []),
+        ]:
+            us = graph_us(launches)
+            first = first or us
+            fields = {"path": path, "batch": batch, "nodes": nodes, "prefix": prefix}
+            label = f"{nodes} nodes {batch}x{prefix} {path}"
+            moved = inputs.bytes_moved
+            results.add(
+                label, "kernel_exact_trees_us", us, moved, note=f"{us / first:.2f}", **fields
+            )
+        del inputs, launches
+
+
+if __name__ == "__main__":
+    main()

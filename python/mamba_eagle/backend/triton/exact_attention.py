@@ -1,0 +1,67 @@
+"""Attention of trees and prompts with the same bits for each token, straight from the pool; nothing
+waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import PromptSpan, TreeNodes
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.kernels.exact_attention.triton import (
+    exact_prompt_attention,
+    exact_tree_attention,
+    prompt_config,
+    prompt_tiles,
+)
+from mamba_eagle.kernels.exact_attention.triton_pages import lay_out
+from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.layers.context import AttentionView
+
+
+class ExactTreeAttention:
+    """Attention of tree nodes to the tokens before the root and to their ancestors."""
+
+    def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
+        """nodes: at most 64 per tree."""
+        self.pool = pool
+        bits = nodes.ancestor_bits
+        masks = pack_paths(nodes.ancestors)[..., 0].contiguous() if bits is None else bits
+        self.sequences = (nodes.slot_table, nodes.slots.contiguous(), nodes.prefix)
+        self.nodes = (nodes.kv_slots.contiguous(), masks, lay_out(masks, nodes.prefix))
+
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
+        self.pool.write(layer.index, self.nodes[0].view(-1), k, v)
+        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
+        return exact_tree_attention(q, keys, values, *self.sequences, *self.nodes, layer.scale)
+
+
+class ExactPrompts:
+    """Attention of prompt chunks to themselves and to earlier tokens of their requests."""
+
+    def __init__(
+        self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan], place: Place
+    ) -> None:
+        """slot_table: [R, positions], with the KV slots of the spans' tokens."""
+        self.pool, self.slot_table, self.spans, self.place = pool, slot_table, spans, place
+        new = [slot_table[slot, start : start + length] for slot, start, length in spans]
+        self.write_slots = torch.cat(new)
+        self.tiles: dict[int, Tensor] = {}  # by their tokens
+
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
+        (_, heads, D), kv_heads = q.shape, k.shape[1]
+        config = prompt_config(heads, kv_heads, D, q.dtype.itemsize)
+        tokens = config.rows * kv_heads // heads
+        if tokens not in self.tiles:
+            tiles = prompt_tiles(self.spans, tokens)
+            self.tiles[tokens] = self.place.to_device(tiles, torch.int32)
+        self.pool.write(layer.index, self.write_slots, k, v)
+        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
+        return exact_prompt_attention(
+            q, keys, values, self.slot_table, self.tiles[tokens], layer.scale, config
+        )
