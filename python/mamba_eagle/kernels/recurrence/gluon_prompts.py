@@ -28,6 +28,7 @@ from mamba_eagle.kernels.tree_verify.layout import Sizes
 CHUNK = gl.constexpr(8)
 # renamed after Triton 3.6
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -138,7 +139,7 @@ def _scan_kernel(
         for at in range(begin, end, CHUNK):
             _chunk(buffers, 1 - stage, reads, at + CHUNK, end, copied)
             async_copy.wait_group(1)
-            gl.thread_barrier()
+            _barrier()
             for token in range(at, gl.minimum(at + CHUNK, end)):
                 index = stage * CHUNK + token - at
                 later = gl.load(
@@ -149,7 +150,7 @@ def _scan_kernel(
                 out = output(S, _token(buffers[2], index, numbers), x_token, skip)
                 gl.store(y + token.to(gl.int64) * (H * P) + channel, out.to(rows_dtype))
                 step = later
-            gl.thread_barrier()
+            _barrier()
             stage = 1 - stage
         if slot >= 0:
             gl.store(state + slot * state_stride + in_state, S)
