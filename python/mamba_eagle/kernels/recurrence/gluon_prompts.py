@@ -28,6 +28,8 @@ from mamba_eagle.kernels.tree_verify.layout import Sizes
 CHUNK = gl.constexpr(8)
 # renamed after Triton 3.6
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_shared = gl.shared_memory_descriptor
+_reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -54,7 +56,7 @@ def _chunk(buffers, stage, reads, at, end, copied: gl.constexpr):
 def _token(buffer, index, layout: gl.constexpr):
     """Token ``index`` of a buffer [2, CHUNK, elements]."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = buffer._reinterpret(buffer.dtype, [2 * CHUNK, buffer.shape[2]], flat)
+    rows = _reinterpret(buffer, buffer.dtype, [2 * CHUNK, buffer.shape[2]], flat)
     return rows.index(index).load(layout)
 
 
