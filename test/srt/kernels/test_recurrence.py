@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from forms import DEVICE, GPU
 from tensor_checks import Draw, relative_error
 from torch import Tensor
-from verify_rig import path_to, random_tree
+from verify_rig import HIDDEN, mamba_config, path_to, random_mixer, random_tree, truncated
 
 pytest.importorskip("triton")
 
-from triton_rig import NANO, tree_layout
+from triton_rig import NANO, tree_layout, triton_backend
 
+from mamba_eagle.backend.journals import JournaledPrefill
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.prefill import prefill_parts
+from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, naive
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
+from mamba_eagle.message import FirstChunk, JournalPart, PrefillItem, StateSave
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 TILES = (4, 8, 16)
@@ -293,3 +302,97 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
     tokens = random_tokens(sizes, batch, 100 + nodes, dtype, seed)
     Server(tokens, sizes, nodes, seed).run()
+
+
+class Glue:
+    """What a runner has of two layers on a device, and the raw inputs of one sequence."""
+
+    def __init__(self, length: int) -> None:
+        self.config = mamba_config(num_heads=4, head_dim=32, state_size=64)
+        self.layers = [random_mixer(self.config, i, i).to(DEVICE).bfloat16() for i in range(2)]
+        self.table = RequestTable(4, 200, DEVICE)
+        self.backend = triton_backend(torch.bfloat16)
+        rule = self.backend.state_rounding("nearest", torch.float32, self.table)
+        self.pool = StatePool(2, 9, self.config, HIDDEN, rule, torch.bfloat16, DEVICE)
+        size = SchemeSize(2, HIDDEN, rows=32, nodes=8, accepts=8)
+        self.scheme = ExactRows(self.config, size, self.table, self.pool)
+        at = (self.layers, self.pool, self.table, self.backend.place)
+        self.journals = ExactJournals(2, 16, *at)
+        draw = Draw(0)
+        widths = (self.config.conv_dim, self.config.num_heads)
+        self.inputs = [
+            [draw.normal(length, width).bfloat16().to(DEVICE) for width in widths]
+            for _ in self.layers
+        ]
+
+    def prompt(
+        self,
+        state_slot: int,
+        start: int,
+        end: int,
+        source: int | None = None,
+        saves: dict[int, int] | None = None,
+        journal: JournalPart | None = None,
+    ) -> list[Tensor]:
+        """A pass over tokens [start, end): each layer's outputs. saves: position -> state slot."""
+        first = None
+        if source is not None:
+            first = FirstChunk(sampling=SamplingParams(), output_start=end, load_from=source)
+        item = PrefillItem(
+            slot=0, state_slot=state_slot, start=start, token_ids=[0] * (end - start),
+            kv_slots=[0] * (end - start), first=first,
+            saves=[StateSave(*save) for save in (saves or {}).items()], journal=journal,
+        )  # fmt: skip
+        parts = prefill_parts([item])
+        context: Any = ExactPrefillContext(parts, self.pool, None, self.backend.place)
+        if journal is not None:
+            places = self.journals.places(parts)
+            assert places is not None
+            context = JournaledPrefill(context, self.journals, places)
+        given = zip(self.layers, self.inputs)
+        return [context.recur(layer, *(part[start:end] for part in own)) for layer, own in given]
+
+    def step(self, begin: int, nodes: int, draw: Draw) -> int:
+        """A tree for request 1, whose path continues the sequence; returns the path's length."""
+        tree = random_tree(1, nodes, nodes, draw.generator)
+        path = path_to(tree, 0, draw.below(nodes))
+        tokens = torch.randint(begin, (nodes,), generator=draw.generator)
+        tokens[path] = begin + torch.arange(len(path))
+        slots = torch.tensor([1], device=DEVICE)
+        layout = self.scheme.begin(slots, Tree(*(part.to(DEVICE) for part in tree)))
+        for layer, own, wanted in zip(self.layers, self.inputs, self.wanted):
+            y = self.scheme.verify(layer, layout, *(part[tokens] for part in own))
+            assert same(y[path], wanted[begin : begin + len(path)])
+        accepted = Truncated(*(part.to(DEVICE) for part in truncated([path], [len(path)])))
+        features = torch.zeros(1, nodes, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        self.scheme.accept(layout, accepted, features)
+        self.table.processed[1] += len(path)
+        return len(path)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_prompts_trees_and_journals_agree_from_raw_inputs() -> None:
+    """Convolution and step sizes included."""
+    length, draw = 120, Draw(1)
+    glue = Glue(length)
+    glue.wanted = glue.prompt(0, 0, length, -1, {27: 4, 30: 7})
+    glue.prompt(1, 0, 13, -1)
+    found = glue.prompt(1, 13, 30, None, {20: 5}, JournalPart(0, 20, 30))
+    for y, wanted in zip(found, glue.wanted):
+        assert same(y, wanted[13:30])
+    glue.journals.replay(JournalPart(0, 20, 27), 5)
+    assert same(glue.pool.ssm[:, 5], glue.pool.ssm[:, 4])
+    assert same(glue.pool.conv[:, 5], glue.pool.conv[:, 4])
+    assert same(glue.pool.ssm[:, 1], glue.pool.ssm[:, 7])
+
+    slots, position = torch.tensor([1], device=DEVICE), 30
+    glue.table.state_slot[1], glue.table.processed[1] = 1, position
+    glue.scheme.start(slots, slots)
+    while position < length - 8:
+        position += glue.step(position, draw.below(9, 1), draw)
+    keep = glue.scheme.journal_len(slots) - 1  # all but the last
+    glue.scheme.finish(slots, slots, keep)
+    glue.prompt(0, 0, position - 1, -1)
+    assert same(glue.pool.ssm[:, 1], glue.pool.ssm[:, 0])
+    assert same(glue.pool.conv[:, 1], glue.pool.conv[:, 0])
