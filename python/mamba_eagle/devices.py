@@ -88,7 +88,7 @@ def choose_backend(
         return Backend(place, dtype)
     # both need triton
     if exact:
-        from mamba_eagle.backend.triton.exact import ExactBackend
+        from mamba_eagle.backend.triton.exact_backend import ExactBackend
 
         return ExactBackend(place, dtype)
     from mamba_eagle.backend.triton.backend import TritonBackend

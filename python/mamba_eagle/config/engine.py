@@ -83,8 +83,6 @@ class EngineConfig(
             wrong.append(f"--mamba-ssm-dtype {self.mamba_ssm_dtype}: with --exact use float32")
         if on_host:
             return wrong
-        if self.max_journals > 0:
-            wrong.append(f"--max-journals {self.max_journals}: with --exact use 0")
         if self.num_ranks > 1:
             wrong.append(
                 f"--tp-size {self.tp_size} --pp-size {self.pp_size}: with --exact one GPU holds "

@@ -25,6 +25,13 @@ def rounded_product(a, b):
 
 
 @triton.jit
+def fused_sum(a, b, total):
+    """total + a · b in float32, rounded once: in all kernels that need each other's bits, whatever
+    the compiler would fuse in each of them."""
+    return tl.fma(a.to(tl.float32), b.to(tl.float32), total)
+
+
+@triton.jit
 def exact_dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a·b, both factors of the same dtype; PRECISION says how float32 is multiplied."""
     if INTERPRETED:
@@ -126,12 +133,13 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
+    """With nothing left for a compiler to fuse: trees and prompts need the same bits."""
     e = tl.exp(tl.minimum(x, 20.0))
     # log(1 + e) is imprecise for small e: there, the series of 2 artanh(e / (2 + e))
     z = e / (2.0 + e)
     z2 = z * z
-    tail = z2 * (1.0 / 3 + z2 * (1.0 / 5 + z2 * (1.0 / 7 + z2 * (1.0 / 9))))
-    small = 2.0 * z * (1.0 + tail)
+    tail = tl.fma(z2, tl.fma(z2, tl.fma(z2, 1.0 / 9, 1.0 / 7), 1.0 / 5), 1.0 / 3)
+    small = 2.0 * z * tl.fma(z2, tail, 1.0)
     return tl.where(x > 20.0, x, tl.where(e < 0.25, small, tl.log(1.0 + e)))
 
 

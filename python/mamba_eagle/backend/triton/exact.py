@@ -1,85 +1,95 @@
-"""--exact: a token's logits have the same bits however it is served (docs/design/bits.md).
+"""Mamba2 with the same bits however a token is served: the recurrence itself, on a GPU.
 
-What is replaced is what adds up in an order that depends on what else runs: products, attention and
-the recurrence. All else works row by row. Drafters only guess, so what they compute may differ.
+Rows, journals and folds are those of deferred.py. But no kernel reads L, and a state that has been
+folded, in part or not at all, gives the same outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
-from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
-from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.triton.backend import TritonBackend
-from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTrees
-from mamba_eagle.backend.triton.exact_products import ExactOps
-from mamba_eagle.backend.triton.exact_recurrence import ExactPrefillContext, ExactRows
-from mamba_eagle.model_config import Mamba2Config, ModelConfig, RecurrenceConfig
+from mamba_eagle.backend.journals import Places, SavedJournals
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.rows import layer_rows
+from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.backend.triton.deferred import TritonDeferred
+from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
+from mamba_eagle.backend.triton.prefill import PlannedPrefill
+from mamba_eagle.kernels.causal_conv.triton import tree_conv
+from mamba_eagle.kernels.causal_conv.triton_prefill import (
+    conv_prompts,
+    prefill_conv,
+    prompt_steps,
+)
+from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.recurrence.gluon import check_sizes, fold_journals, tree_verify
+from mamba_eagle.kernels.recurrence.gluon_prompts import scan
+from mamba_eagle.kernels.tree_verify.layout import Folds, TreeLayout
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.message import JournalPart
+from mamba_eagle.model_config import Mamba2Config
 
 
-class ExactBackend(TritonBackend):
-    """For models whose recurrent layers are Mamba2's, with states in float32."""
+class ExactRows(TritonDeferred):
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        """Raises: ValueError for states of 16 bits and sizes that the kernels do not take."""
+        super().__init__(config, size, table, pool)
+        check_sizes(self.sizes, pool.ssm)
+        self._rates: dict[int, Tensor] = {}  # layer -> A [H]
+        self._all_rates: Tensor | None = None
 
-    def __init__(self, place: Place, dtype: torch.dtype) -> None:
-        super().__init__(place, dtype, flashinfer=False)
-        self.layer_ops = ExactOps()
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, rows, weights = (
+            layer.index,
+            layer_rows(self.recurrence, layer.index),
+            conv_weights(layer),
+        )
+        self._rates[i] = weights.A
+        C = tree_conv(xbc, dt, weights, self.rows.conv_in[i], rows, layout, self.sizes)
+        state, skip = self.pool.ssm[i], skip_weights(layer)
+        return tree_verify(rows, C, weights.A, skip, state, layout, self.sizes)
 
-    @property
-    def description(self) -> str:
-        return f"{super().description}, the same bits however a token is served"
+    def _fold(self, folds: Folds) -> None:
+        if self._all_rates is None:
+            if len(self._rates) < self.size.layers:
+                return  # nothing has been verified, so all journals are empty
+            rates = [self._rates[i] for i in range(self.size.layers)]
+            self._all_rates = torch.stack(rates)
+        fold_journals(self.recurrence, self._all_rates, self.pool.ssm, folds, self.sizes)
 
-    def inexact(self, model: ModelConfig) -> list[str]:
-        wrong = {
-            "recurrent layers that are not Mamba2's": not isinstance(
-                model.recurrence, Mamba2Config | None
-            ),
-            "latent attention": model.attention is not None and model.attention.latent is not None,
-            "experts in groups": model.moe is not None and model.moe.num_groups > 1,
-        }
-        return [
-            f"--exact: {model.model_type} has {what}, whose sums have no fixed order yet; leave "
-            "the flag out"
-            for what, has in wrong.items()
-            if has
-        ]
 
-    def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
-        return ExactTrees(pool, nodes) if pool.num_layers else None
+class ExactPrefillContext(PlannedPrefill):
+    def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
+        x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
+        return scan(x, dt, weights.A, B, C, skip_weights(layer), self.pool.ssm[i], self.plan)
 
-    def prompt_attention(
-        self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
-    ) -> NewTokenAttention | None:
-        if not pool.num_layers:
-            return None
-        return ExactPrompts(pool, slot_table, [part.span for part in parts], self.place)
 
-    def state_scheme(
-        self,
-        mode: str,
-        config: RecurrenceConfig | None,
-        size: SchemeSize,
-        table: RequestTable,
-        pool: StatePool,
-    ) -> StateScheme:
-        if not isinstance(config, Mamba2Config):
-            return super().state_scheme(mode, config, size, table, pool)
-        return ExactRows(config, size, table, pool)
+class ExactJournals(SavedJournals):
+    """A replay is a prompt whose step sizes are known."""
 
-    def prefill_context(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        kv: KVPool,
-        slot_table: Tensor,
-        recurrence: RecurrenceConfig | None,
-    ) -> PrefillContext:
-        if not isinstance(recurrence, Mamba2Config):
-            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        attention = self.prompt_attention(kv, slot_table, parts)
-        return ExactPrefillContext(parts, pool, attention, self.place)
+    mixers: list[Mamba2Mixer]  # type: ignore[assignment]
+
+    def write(self, layer: Any, places: Places, channels: Tensor, raw: Tensor) -> None:
+        at, weights = (layer.index, places.slots, places.rows), conv_weights(layer)
+        self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
+        self.gates[at] = prompt_steps(raw[places.tokens], weights.dt_bias, weights.step_limit)
+
+    def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
+        count = part.end - part.start
+        rows = torch.arange(part.start, part.end, device=self.trail.device) % self.size
+        prompt = Prompt(0, count, state_slot, ((count, state_slot),))
+        plan = prefill_plan([prompt], self.place.to_device)
+        for i, mixer in enumerate(self.mixers):
+            (H, P, G, N), weights = sizes_of(mixer.config), conv_weights(mixer)
+            raw, history = self.conv_in[i, part.slot][rows], self.pool.conv[i]
+            out = conv_prompts(raw, weights.conv_weight, weights.conv_bias, history, plan)
+            x, B, C = out.split([H * P, G * N, G * N], dim=1)
+            x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+            skip, state = skip_weights(mixer), self.pool.ssm[i]
+            scan(x, self.gates[i, part.slot][rows], weights.A, B, C, skip, state, plan)

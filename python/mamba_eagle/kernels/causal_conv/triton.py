@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
-from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
+from mamba_eagle.kernels.triton_math import fused_sum, previous_done, silu, step_sizes
 
 
 class ConvWeights(NamedTuple):
@@ -89,7 +89,7 @@ def _convolve(
     if conv_bias is not None:
         total += bias.to(tl.float32)[None, :]
     for back in tl.static_range(K):
-        total += inputs[back].to(tl.float32) * taps[K - 1 - back].to(tl.float32)[None, :]
+        total = fused_sum(inputs[back], taps[K - 1 - back][None, :], total)
     out = silu(total).to(own.dtype)
     first = block * BLOCK
     if first < ROW:

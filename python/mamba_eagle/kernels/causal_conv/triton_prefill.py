@@ -17,7 +17,7 @@ from torch import Tensor
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.tree_verify.layout import Sizes
-from mamba_eagle.kernels.triton_math import silu, step_sizes
+from mamba_eagle.kernels.triton_math import fused_sum, silu, step_sizes
 
 
 @triton.jit
@@ -51,6 +51,39 @@ def _prompt_step_sizes(block, token, valid, steps, H: tl.constexpr, HEAD_BLOCK: 
     bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
     step = step_sizes(raw, bias, lowest, highest)
     tl.store(dt + head.to(tl.int64)[None, :] * n_stride + token[:, None], step, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _steps_kernel(
+    raw,  # [n, H], rows raw_stride apart
+    dt_bias,  # [H]
+    dt,  # [n, H]
+    n,
+    raw_stride,
+    lowest,
+    highest,
+    H: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(0) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    inside = (token < n)[:, None] & (head < H)[None, :]
+    given = tl.load(raw + token[:, None] * raw_stride + head[None, :], mask=inside, other=0.0)
+    bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
+    step = step_sizes(given, bias, lowest, highest)
+    tl.store(dt + token[:, None] * H + head[None, :], step, mask=inside)
+
+
+def prompt_steps(raw: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Tensor:
+    """Step sizes alone, with the bits of ``prefill_conv``: raw [n, H] -> [n, H] float32."""
+    n, H = raw.shape
+    dt = torch.empty(n, H, dtype=torch.float32, device=raw.device)
+    grid = (triton.cdiv(H, 32), triton.cdiv(n, 16))
+    low, high = limit
+    at = (raw, dt_bias, dt, n, raw.stride(0), float(low), float(high))
+    _steps_kernel[grid](*at, H=H, TOKENS=16, HEAD_BLOCK=32)
+    return dt
 
 
 @triton.jit
@@ -110,7 +143,7 @@ def _prefill_conv_kernel(
             value = tl.load(start + channel[None, :], mask=there, other=0.0)
             tap = conv_weight + (K - 1 - back) * CONV_DIM
             weight = tl.load(tap + channel, mask=in_block, other=0.0)
-            total += value.to(tl.float32) * weight.to(tl.float32)[None, :]
+            total = fused_sum(value, weight[None, :], total)
         target = out + token.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
         tl.store(target, silu(total), mask=inside)
         if at == first:  # the only program that reads the history of these channels

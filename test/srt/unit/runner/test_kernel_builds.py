@@ -46,6 +46,9 @@ from mamba_eagle.backend.triton.builds import (
 from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.recurrence import gluon as recurrence
+from mamba_eagle.kernels.recurrence import gluon_prompts as recurrence_prompts
 from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.layers.block_attention import block_mask
@@ -295,15 +298,33 @@ def test_what_a_dry_run_finds_is_compiled_once(
     assert [process.returncode for process in other.builders.processes] == [0]
 
 
-def verify_in_registers() -> None:
+def small_tree() -> tuple[RowBuffers, TreeLayout, Sizes]:
     sizes, b, T, M = Sizes(heads=2, head_dim=32, groups=1, state_size=32), 1, 5, 12
     H, P, G, N = sizes
     numbers, some = torch.zeros(b, M + T, H), torch.zeros(b, dtype=torch.int64)
     rows = RowBuffers(torch.zeros(b, M + T, H * P + G * N).bfloat16(), numbers, numbers)
     nodes, path = torch.zeros(b, T, dtype=torch.int64), torch.zeros(b, M, dtype=torch.int64)
     step = TreeLayout(some, some, path, some, nodes, nodes, nodes, path, some != 0, some)
-    state = torch.zeros(b, H, P, N).bfloat16()
-    tree_gluon.tree_verify(rows, rows.xB[:, :T, -N:], numbers[0, 0], state, step, sizes)
+    return rows, step, sizes
+
+
+def verify_in_registers() -> None:
+    rows, step, sizes = small_tree()
+    C, D, state = rows.xB[:, :5, -32:], rows.dt[0, 0], torch.zeros(1, 2, 32, 32)
+    tree_gluon.tree_verify(rows, C, D, state.bfloat16(), step, sizes)
+
+
+def verify_token_by_token() -> None:
+    rows, step, sizes = small_tree()
+    C, D, state = rows.xB[:, :5, -32:].contiguous(), rows.dt[0, 0], torch.zeros(1, 2, 32, 32)
+    recurrence.tree_verify(rows, C, D, D, state, step, sizes)
+
+
+def scan_token_by_token() -> None:
+    xbc, dt, state = torch.zeros(16, 128).bfloat16(), torch.zeros(16, 2), torch.zeros(1, 2, 32, 32)
+    x, B, C = (part.view(16, -1, 32) for part in xbc.split([64, 32, 32], dim=1))
+    plan = prefill_plan([Prompt(0, 16, 0, ((16, 0),))])
+    recurrence_prompts.scan(x, dt, dt[0], B, C, dt[0], state, plan)
 
 
 def multiply_in_registers() -> None:
@@ -314,7 +335,13 @@ def multiply_in_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    "module, launch", [(tree_gluon, verify_in_registers), (four_bit_gluon, multiply_in_registers)]
+    "module, launch",
+    [
+        (tree_gluon, verify_in_registers),
+        (four_bit_gluon, multiply_in_registers),
+        (recurrence, verify_token_by_token),
+        (recurrence_prompts, scan_token_by_token),
+    ],
 )
 def test_a_kernel_in_registers_compiles(
     hopper: None,
@@ -324,7 +351,7 @@ def test_a_kernel_in_registers_compiles(
     launch: Callable[[], None],
 ) -> None:
     """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
-    monkeypatch.setattr(module, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(module, "capability", lambda _: (9, 0), raising=False)
     with dry_run() as run:
         launch()
     (build,) = run.builds

@@ -1,0 +1,98 @@
+"""--exact: a token's logits have the same bits however it is served (docs/design/bits.md).
+
+What is replaced is what adds up in an order that depends on what else runs: products, attention and
+the recurrence. All else works row by row. Drafters only guess, so what they compute may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
+from mamba_eagle.backend.journals import SavedJournals
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
+from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
+from mamba_eagle.backend.triton.exact_products import ExactOps
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, RecurrenceConfig
+
+
+class ExactBackend(TritonBackend):
+    """For models whose recurrent layers are Mamba2's, with states in float32."""
+
+    def __init__(self, place: Place, dtype: torch.dtype) -> None:
+        super().__init__(place, dtype, flashinfer=False)
+        self.layer_ops = ExactOps()
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, the same bits however a token is served"
+
+    def inexact(self, model: ModelConfig) -> list[str]:
+        wrong = {
+            "recurrent layers that are not Mamba2's": not isinstance(
+                model.recurrence, Mamba2Config | None
+            ),
+            "latent attention": model.attention is not None and model.attention.latent is not None,
+            "experts in groups": model.moe is not None and model.moe.num_groups > 1,
+        }
+        return [
+            f"--exact: {model.model_type} has {what}, whose sums have no fixed order yet; leave "
+            "the flag out"
+            for what, has in wrong.items()
+            if has
+        ]
+
+    def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        return ExactTreeAttention(pool, nodes) if pool.num_layers else None
+
+    def prompt_attention(
+        self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
+    ) -> NewTokenAttention | None:
+        if not pool.num_layers:
+            return None
+        return ExactPrompts(pool, slot_table, [part.span for part in parts], self.place)
+
+    def state_scheme(
+        self,
+        mode: str,
+        config: RecurrenceConfig | None,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
+    ) -> StateScheme:
+        if not isinstance(config, Mamba2Config):
+            return super().state_scheme(mode, config, size, table, pool)
+        return ExactRows(config, size, table, pool)
+
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        recurrence: RecurrenceConfig | None,
+    ) -> PrefillContext:
+        if not isinstance(recurrence, Mamba2Config):
+            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
+        attention = self.prompt_attention(kv, slot_table, parts)
+        return ExactPrefillContext(parts, pool, attention, self.place)
+
+    def saved_journals(
+        self,
+        num_slots: int,
+        size: int,
+        mixers: Sequence[Recurrent],
+        pool: StatePool,
+        table: RequestTable,
+    ) -> SavedJournals:
+        kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
+        return kind(num_slots, size, mixers, pool, table, self.place)
