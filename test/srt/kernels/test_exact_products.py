@@ -1,4 +1,4 @@
-"""Products of --exact: a row has the same bits among any others, also where a library multiplies."""
+"""Products of --exact: a row has the same bits among any others, also by a library."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_float8(ops: ExactOps, rows: int, columns: int, block: bool) -> None:
     matrix = quantized(normal(rows, columns, seed=1) / columns**0.5)
     if block:
         scale = matrix.scale[::128, :1].repeat(1, -(-columns // 128)).contiguous()
-        matrix = Float8Matrix(matrix.values, scale, Rounding(None, 128), (128, 128))
+        matrix = Float8Matrix(matrix.values, scale, (128, 128), Rounding(None, 128))
     product = ops.pack_matrix(matrix, torch.bfloat16)
     assert_rows_alone(lambda x: product(x, None), normal(MOST, columns))
 

@@ -128,8 +128,7 @@ class FusedExperts(ExpertLayer):
         self.shared = 0
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8
-        # whether a token's sums have the same order in any number of tokens: those of tiles do
-        self.exact = False
+        self.exact = False  # whether all numbers of tokens take tiles, whose sums have one order
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
@@ -154,7 +153,7 @@ class FusedExperts(ExpertLayer):
         inside = self.shared if beside is not None and n <= MAX_SHARED and not self.exact else 0
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
-        if n > MAX_TILES and self.library:
+        if n > MAX_TILES and self.library and not self.exact:
             return self._many(x, pairs, added, share)
         each = self._each(x, pairs)
         return kernels.weighted_sum(each, pairs, self.count, added, share=share)
