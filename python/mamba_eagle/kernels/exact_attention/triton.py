@@ -41,7 +41,7 @@ JOINED_AT_ONCE = 8  # parts
 
 @triton.jit
 def _doubled(shift):
-    """The size of a part after so many doublings."""
+    """The size of a part that was doubled ``shift`` times."""
     return tl.full([], SHORT, tl.int32) << shift
 
 
@@ -140,19 +140,31 @@ def _whole_blocks(
     joined,
     sums,
     STRIDE: tl.constexpr,
-    WHOLE: tl.constexpr,  # join parts; else there is one
+    JOIN: tl.constexpr,  # 0: they are of one part; 1: join parts in the loop, 2: around it
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The blocks of positions [start, end), which all rows see."""
-    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
-        if WHOLE:
-            joined, sums = _begin(first, joined, sums)
-        slot = tl.load(table + first + tl.arange(0, BLOCK))
-        at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
-        key = tl.load(pool_k + at, mask=in_head, other=0.0)
-        value = tl.load(pool_v + at, mask=in_head, other=0.0)
-        sums = _block(query, key, value, None, scale, sums, PRECISION)
+    if JOIN == 2:
+        while start < end:
+            joined = _join(joined, sums)
+            sums = _empty(sums[2].shape[0], sums[2].shape[1])
+            size, _ = _part_size(start)
+            stop = tl.minimum(start + size, end)
+            joined, sums = _whole_blocks(
+                *(query, pool_k, pool_v, table, start, stop, in_slot, in_head, scale),
+                *(joined, sums, STRIDE, 0, PRECISION, STAGES),
+            )
+            start = stop
+    else:
+        for first in tl.range(start, end, BLOCK, num_stages=STAGES):
+            if JOIN == 1:
+                joined, sums = _begin(first, joined, sums)
+            slot = tl.load(table + first + tl.arange(0, BLOCK))
+            at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
+            key = tl.load(pool_k + at, mask=in_head, other=0.0)
+            value = tl.load(pool_v + at, mask=in_head, other=0.0)
+            sums = _block(query, key, value, None, scale, sums, PRECISION)
     return joined, sums
 
 
@@ -172,6 +184,7 @@ def _prompt_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,  # D, padded
     ROWS: tl.constexpr,
+    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -197,7 +210,7 @@ def _prompt_kernel(
     seen_by_all = (position + 1) // BLOCK * BLOCK
     joined, sums = _whole_blocks(
         *(query, pool_k, pool_v, table, start, seen_by_all, in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, True, PRECISION, STAGES),
+        *(joined, sums, KV_HEADS * D, JOIN, PRECISION, STAGES),
     )
     for first in tl.range(seen_by_all, end, BLOCK, num_stages=1):
         joined, sums = _begin(first, joined, sums)
@@ -239,6 +252,7 @@ def _tree_kernel(
     DP: tl.constexpr,  # D, padded
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # a program takes all parts
+    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -275,7 +289,7 @@ def _tree_kernel(
     root = length // BLOCK * BLOCK
     joined, sums = _whole_blocks(
         *(query, pool_k, pool_v, table, start, tl.minimum(root, end), in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, WHOLE, PRECISION, STAGES),
+        *(joined, sums, KV_HEADS * D, JOIN if WHOLE else 0, PRECISION, STAGES),
     )
     pages = tl.load(page_count + request)
     mask = tl.load(masks + request * T + node, mask=is_row, other=0)
@@ -364,6 +378,7 @@ class Config(NamedTuple):
     whole: bool  # of a tree: a program takes all parts
     warps: int
     stages: int  # blocks of keys in flight
+    join: int = 1
 
 
 def _check(q: Tensor, pool_k: Tensor) -> None:
@@ -385,6 +400,7 @@ def _constants(q: Tensor, pool_k: Tensor, config: Config) -> dict[str, object]:
         "ROWS": config.rows,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.stages,
+        "JOIN": config.join,
         "num_warps": config.warps,
         **overlapping(q.device),
     }
@@ -412,7 +428,7 @@ def tree_config(
 
 
 def num_parts(positions: int) -> int:
-    """Of a sequence of so many positions."""
+    """Of a sequence of ``positions``."""
     size, shift = naive.SHORT, 0
     while 16 * size <= positions - 1:
         size, shift = 2 * size, shift + 1
