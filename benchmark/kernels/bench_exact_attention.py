@@ -52,11 +52,12 @@ def tree_forms(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
 def tree_launch(inputs: Inputs, exact: ExactTreeAttention, config: Config, layer: int) -> object:
     pools = (inputs.pool.k[layer], inputs.pool.v[layer])
     where = (*exact.sequences, *exact.nodes)
-    return exact_tree_attention(inputs.q, *pools, *where, inputs.scale, config)
+    tokens = (inputs.q, inputs.k, inputs.v)
+    return exact_tree_attention(*tokens, *pools, *where, inputs.scale, config)
 
 
 def tree_configs(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
-    """The kernels without the writes."""
+    """Other divisions of the work."""
     rest = (inputs.lengths, inputs.own, inputs.own, inputs.ancestors)
     exact = ExactTreeAttention(inputs.pool, TreeNodes(inputs.table, inputs.slots, *rest))
     usual = tree_config(inputs.batch, inputs.mode.nodes, *HEADS, 2)
