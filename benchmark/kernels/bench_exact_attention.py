@@ -52,18 +52,19 @@ def tree_forms(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
 def tree_launch(inputs: Inputs, exact: ExactTreeAttention, config: Config, layer: int) -> object:
     pools = (inputs.pool.k[layer], inputs.pool.v[layer])
     where = (*exact.sequences, *exact.nodes)
-    return exact_tree_attention(inputs.q, *pools, *where, inputs.scale, config)
+    tokens = (inputs.q, inputs.k, inputs.v)
+    return exact_tree_attention(*tokens, *pools, *where, inputs.scale, config)
 
 
 def tree_configs(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
-    """The kernels without the writes."""
+    """Other divisions of the work."""
     rest = (inputs.lengths, inputs.own, inputs.own, inputs.ancestors)
     exact = ExactTreeAttention(inputs.pool, TreeNodes(inputs.table, inputs.slots, *rest))
     usual = tree_config(inputs.batch, inputs.mode.nodes, *HEADS, 2)
-    for whole, stages in itertools.product((False, True), (3, 5, 7)):
-        if usual.rows == 128 and stages == 7:
+    for whole, stages, join in itertools.product((False, True), (3, 5, 7), (1, 2)):
+        if (usual.rows == 128 and stages == 7) or (join == 2 and not whole):
             continue
-        config = usual._replace(whole=whole, stages=stages)
+        config = usual._replace(whole=whole, stages=stages, join=join)
         mark = " (usual)" if config == usual else ""
         launch = partial(tree_launch, inputs, exact, config)
         label = f"{'/'.join(map(str, config))}{mark}"
@@ -105,8 +106,9 @@ class Prompts:
 
     def configs(self) -> Iterator[tuple[str, list[Launch]]]:
         usual = prompt_config(*HEADS, 2)
-        for rows, warps, stages in ((128, 8, 3), (128, 8, 5), (64, 4, 3), (64, 4, 5), (64, 8, 3)):
-            config = Config(rows, True, warps, stages)
+        tiles_tried = ((128, 8, 3), (128, 8, 5), (64, 4, 3), (64, 4, 5))
+        for (rows, warps, stages), join in itertools.product(tiles_tried, (1, 2)):
+            config = Config(rows, True, warps, stages, join)
             tiles = prompt_tiles(self.spans, rows * HEADS[1] // HEADS[0])
             sent = torch.tensor(tiles, dtype=torch.int32, device="cuda")
             mark = " (usual)" if config == usual else ""
@@ -119,38 +121,46 @@ class Prompts:
             yield f"{'/'.join(map(str, config))}{mark}", [partial(launch, 0), partial(launch, 1)]
 
 
+class Rows:
+    """Result lines of one case: times beside the first form's, bits beside the exact form's."""
+
+    def __init__(self, results: Report, label: str, **fields: object) -> None:
+        self.results, self.label, self.fields = results, label, fields
+        self.first, self.wanted = 0.0, None  # type: float, torch.Tensor | None
+
+    def add(self, path: str, launches: list[Launch], moved: int | None, operations: float) -> None:
+        found: Any = launches[0]()
+        us = graph_us(launches)
+        self.first = self.first or us
+        note = f"{us / self.first:.2f}, {operations / us / 1e6:.0f} TFLOP/s"
+        if path == "exact":
+            self.wanted = found
+        elif self.wanted is not None and not torch.equal(found, self.wanted):
+            note += ", OTHER BITS"
+        label, fields = f"{self.label} {path}", self.fields | {"path": path}
+        self.results.add(label, "kernel_exact_attention_us", us, moved, note=note, **fields)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="append JSON lines to this file")
     parser.add_argument("--configs", action="store_true", help="other divisions of the work, too")
     args = parser.parse_args()
     results = Report(args.output)
-    for name, sizes in PROMPTS.items():
-        prompts, first = Prompts(*sizes), 0.0
+    for name, (batch, length, start) in PROMPTS.items():
+        prompts = Prompts(batch, length, start)
+        rows = Rows(results, name, batch=batch, tokens=length, start=start)
         for path, launches in [*prompts.forms(), *(prompts.configs() if args.configs else [])]:
-            us = graph_us(launches)
-            first = first or us
-            note = f"{prompts.operations / us / 1e6:.0f} TFLOP/s, {us / first:.2f}"
-            fields = {"path": path, "batch": sizes[0], "tokens": sizes[1], "start": sizes[2]}
-            results.add(f"{name} {path}", "kernel_exact_prompts_us", us, note=note, **fields)
+            rows.add(path, launches, None, prompts.operations)
         del prompts, launches
     for nodes, batch, prefix in itertools.product(NODES, BATCHES, PREFIXES):
-        if batch * prefix > 300_000 and nodes == 8:
-            continue
-        inputs, first = Inputs(batch, Mode(NANO_9B, nodes), prefix), 0.0
-        for path, launches in [
-            *tree_forms(inputs),
-            *(tree_configs(inputs) if args.configs else []),
-        ]:
-            us = graph_us(launches)
-            first = first or us
-            fields = {"path": path, "batch": batch, "nodes": nodes, "prefix": prefix}
-            label = f"{nodes} nodes {batch}x{prefix} {path}"
-            moved = inputs.bytes_moved
-            results.add(
-                label, "kernel_exact_trees_us", us, moved, note=f"{us / first:.2f}", **fields
-            )
-        del inputs, launches
+        inputs = Inputs(batch, Mode(NANO_9B, nodes), prefix)
+        rows = Rows(results, f"{nodes} x {batch}x{prefix}", batch=batch, nodes=nodes, prefix=prefix)
+        operations = 4 * HEADS[0] * HEADS[2] * batch * nodes * prefix
+        forms = [*tree_forms(inputs), *(tree_configs(inputs) if args.configs else [])]
+        for path, launches in forms:
+            rows.add(path, launches, inputs.bytes_moved, operations)
+        del inputs, forms, launches
 
 
 if __name__ == "__main__":

@@ -35,9 +35,10 @@ class ExactTreeAttention:
 
     def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
-        self.pool.write(layer.index, self.nodes[0].view(-1), k, v)
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return exact_tree_attention(q, keys, values, *self.sequences, *self.nodes, layer.scale)
+        return exact_tree_attention(
+            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
+        )
 
 
 class ExactPrompts:

@@ -41,7 +41,7 @@ JOINED_AT_ONCE = 8  # parts
 
 @triton.jit
 def _doubled(shift):
-    """The size of a part after so many doublings."""
+    """The size of a part that was doubled ``shift`` times."""
     return tl.full([], SHORT, tl.int32) << shift
 
 
@@ -118,15 +118,6 @@ def _begin(position, joined, sums):
 
 
 @triton.jit
-def _load(pool_k, pool_v, slot, seen, in_slot, in_head, STRIDE: tl.constexpr):
-    """Keys and values of one head in KV slots [N] -> [N, DP]; zeros where not ``seen``."""
-    at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
-    inside = seen[:, None] & in_head
-    key = tl.load(pool_k + at, mask=inside, other=0.0)
-    return key, tl.load(pool_v + at, mask=inside, other=0.0)
-
-
-@triton.jit
 def _whole_blocks(
     query,
     pool_k,
@@ -140,19 +131,31 @@ def _whole_blocks(
     joined,
     sums,
     STRIDE: tl.constexpr,
-    WHOLE: tl.constexpr,  # join parts; else there is one
+    JOIN: tl.constexpr,  # 0: they are of one part; 1: join parts in the loop, 2: around it
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The blocks of positions [start, end), which all rows see."""
-    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
-        if WHOLE:
-            joined, sums = _begin(first, joined, sums)
-        slot = tl.load(table + first + tl.arange(0, BLOCK))
-        at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
-        key = tl.load(pool_k + at, mask=in_head, other=0.0)
-        value = tl.load(pool_v + at, mask=in_head, other=0.0)
-        sums = _block(query, key, value, None, scale, sums, PRECISION)
+    if JOIN == 2:
+        while start < end:
+            joined = _join(joined, sums)
+            sums = _empty(sums[2].shape[0], sums[2].shape[1])
+            size, _ = _part_size(start)
+            stop = tl.minimum(start + size, end)
+            joined, sums = _whole_blocks(
+                *(query, pool_k, pool_v, table, start, stop, in_slot, in_head, scale),
+                *(joined, sums, STRIDE, 0, PRECISION, STAGES),
+            )
+            start = stop
+    else:
+        for first in tl.range(start, end, BLOCK, num_stages=STAGES):
+            if JOIN == 1:
+                joined, sums = _begin(first, joined, sums)
+            slot = tl.load(table + first + tl.arange(0, BLOCK))
+            at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
+            key = tl.load(pool_k + at, mask=in_head, other=0.0)
+            value = tl.load(pool_v + at, mask=in_head, other=0.0)
+            sums = _block(query, key, value, None, scale, sums, PRECISION)
     return joined, sums
 
 
@@ -172,6 +175,7 @@ def _prompt_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,  # D, padded
     ROWS: tl.constexpr,
+    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -197,13 +201,16 @@ def _prompt_kernel(
     seen_by_all = (position + 1) // BLOCK * BLOCK
     joined, sums = _whole_blocks(
         *(query, pool_k, pool_v, table, start, seen_by_all, in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, True, PRECISION, STAGES),
+        *(joined, sums, KV_HEADS * D, JOIN, PRECISION, STAGES),
     )
     for first in tl.range(seen_by_all, end, BLOCK, num_stages=1):
         joined, sums = _begin(first, joined, sums)
         at = first + tl.arange(0, BLOCK)
-        slot = tl.load(table + at, mask=at < end, other=0)
-        key, value = _load(pool_k, pool_v, slot, at < end, in_slot, in_head, KV_HEADS * D)
+        slot = tl.load(table + at, mask=at < end, other=0).to(tl.int64)
+        in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
+        seen = (at < end)[:, None] & in_head
+        key = tl.load(pool_k + in_pool, mask=seen, other=0.0)
+        value = tl.load(pool_v + in_pool, mask=seen, other=0.0)
         visible = at[None, :] <= own[:, None]
         sums = _block(query, key, value, visible, scale, sums, PRECISION)
     _, total, acc = _join(joined, sums)
@@ -214,6 +221,8 @@ def _prompt_kernel(
 @triton.jit(do_not_specialize=["T", "parts"])
 def _tree_kernel(
     q,  # [b*T, heads, D], rows q_stride apart
+    k,  # [b*T, kv_heads, D], rows k_stride apart
+    v,  # [b*T, kv_heads, D], rows v_stride apart
     pool_k,  # [KV slots, kv_heads, D]
     pool_v,
     slot_table,  # [R, positions]
@@ -230,6 +239,8 @@ def _tree_kernel(
     largest,  # [b, parts, T, heads] float32
     scale,
     q_stride,
+    k_stride,
+    v_stride,
     positions,
     T,
     parts,
@@ -239,6 +250,7 @@ def _tree_kernel(
     DP: tl.constexpr,  # D, padded
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # a program takes all parts
+    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -262,7 +274,8 @@ def _tree_kernel(
 
     d = tl.arange(0, DP)[None, :]
     in_head = d < D
-    row = tl.program_id(0) // KV_HEADS * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) // KV_HEADS * ROWS
+    row = first_row + tl.arange(0, ROWS)
     node = row // GROUP
     is_row = node < T
     head = kv_head * GROUP + row % GROUP
@@ -275,7 +288,7 @@ def _tree_kernel(
     root = length // BLOCK * BLOCK
     joined, sums = _whole_blocks(
         *(query, pool_k, pool_v, table, start, tl.minimum(root, end), in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, WHOLE, PRECISION, STAGES),
+        *(joined, sums, KV_HEADS * D, JOIN if WHOLE else 0, PRECISION, STAGES),
     )
     pages = tl.load(page_count + request)
     mask = tl.load(masks + request * T + node, mask=is_row, other=0)
@@ -290,9 +303,16 @@ def _tree_kernel(
             other = tl.load(named)
             is_node = other >= 0
             slot = tl.load(own + request * T + other, mask=is_node, other=0).to(tl.int64)
-            slot = tl.where(is_node, slot, before)
-            seen = is_node | (at < length)
-            key, value = _load(pool_k, pool_v, slot, seen, in_slot, in_head, KV_HEADS * D)
+            at_slot = tl.where(is_node, slot, before)[:, None] * (KV_HEADS * D) + in_slot
+            new, is_new = (request * T + other)[:, None], is_node[:, None]
+            keys = tl.where(is_new, k + new * k_stride + in_slot, pool_k + at_slot)
+            values = tl.where(is_new, v + new * v_stride + in_slot, pool_v + at_slot)
+            seen = (is_node | (at < length))[:, None] & in_head
+            key = tl.load(keys, mask=seen, other=0.0)
+            value = tl.load(values, mask=seen, other=0.0)
+            if first_row == 0:  # a node of several pages is written again as it is
+                tl.store(pool_k + at_slot, key, mask=is_new & in_head)
+                tl.store(pool_v + at_slot, value, mask=is_new & in_head)
             bit = (mask[:, None] >> tl.maximum(other, 0).to(tl.int64)[None, :]) & 1
             visible = (is_node[None, :] & (bit != 0)) | (at < length)[None, :]
             visible = visible & (mine == page)[:, None]
@@ -364,6 +384,7 @@ class Config(NamedTuple):
     whole: bool  # of a tree: a program takes all parts
     warps: int
     stages: int  # blocks of keys in flight
+    join: int = 1
 
 
 def _check(q: Tensor, pool_k: Tensor) -> None:
@@ -385,6 +406,7 @@ def _constants(q: Tensor, pool_k: Tensor, config: Config) -> dict[str, object]:
         "ROWS": config.rows,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.stages,
+        "JOIN": config.join,
         "num_warps": config.warps,
         **overlapping(q.device),
     }
@@ -412,7 +434,7 @@ def tree_config(
 
 
 def num_parts(positions: int) -> int:
-    """Of a sequence of so many positions."""
+    """Of a sequence of ``positions``."""
     size, shift = naive.SHORT, 0
     while 16 * size <= positions - 1:
         size, shift = 2 * size, shift + 1
@@ -421,6 +443,8 @@ def num_parts(positions: int) -> int:
 
 def exact_tree_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pool_k: Tensor,
     pool_v: Tensor,
     slot_table: Tensor,
@@ -432,13 +456,14 @@ def exact_tree_attention(
     scale: float,
     config: Config | None = None,
 ) -> Tensor:
-    """The nodes of b trees attend to their prefixes and ancestors, all of which are in the pool.
+    """Write the keys and values of the nodes of b trees to the pool; they attend to their prefixes
+    and ancestors.
 
     The nodes of requests that pad a batch share a KV slot that no one else reads; their prefix may
     be 0.
 
     Args:
-        q: [b*T, heads, D]; heads contiguous, rows any stride.
+        q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
         pool_k, pool_v: [KV slots, kv_heads, D], contiguous, of q's dtype: 16 bits or float32.
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions before the root.
@@ -452,7 +477,7 @@ def exact_tree_attention(
     _check(q, pool_k)
     (_, heads, D), kv_heads, positions = q.shape, pool_k.shape[1], slot_table.shape[1]
     b, T = own.shape
-    q = q if q.stride(1) == D else q.contiguous()
+    q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
     config = config or tree_config(b, T, heads, kv_heads, D, q.dtype.itemsize)
     parts = num_parts(positions + T)  # where a request ends, nodes may stand beyond the table
     kept = 0 if config.whole else b
@@ -461,8 +486,8 @@ def exact_tree_attention(
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
     _tree_kernel[(tiles * kv_heads, 1 if config.whole else parts, b)](
-        *(q, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
-        *(scale * math.log2(math.e), q.stride(0), positions, T, parts),
+        *(q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
+        *(scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), positions, T, parts),
         WHOLE=config.whole,
         **_constants(q, pool_k, config),
     )
