@@ -19,13 +19,14 @@ from benchmark.kernels.bench_prefill import Inputs as PromptInputs
 from benchmark.lib.launches import Launch, Report, graph_us
 from benchmark.lib.verify_inputs import Inputs, Mode, bytes_moved
 from mamba_eagle.kernels.recurrence import gluon, gluon_prompts
+from mamba_eagle.kernels.recurrence.gluon_prompts import Config
 
 STEPS = tuple(
     itertools.product((1, 8, 16), (None, 1), (1, 8, 32))
 )  # nodes, share that folds, batch
 PROMPTS = {"1x2048": [2048], "32x256": [256] * 32, "1x8192": [8192]}
 TILES = (4, 8, 16)
-PROMPT_TILES = ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4))
+CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (16, 1), (16, 2), (16, 4))),)
 
 
 def steps(inputs: Inputs, tile: int | None = None) -> list[Launch]:
@@ -37,11 +38,11 @@ def steps(inputs: Inputs, tile: int | None = None) -> list[Launch]:
     return [partial(launch, layer) for layer in range(len(inputs.state))]
 
 
-def prompts(inputs: PromptInputs, tile: tuple[int, int] | None = None) -> list[Launch]:
+def prompts(inputs: PromptInputs, config: Config | None = None) -> list[Launch]:
     plan, launches = inputs.plan(), []
     for layer in range(len(inputs.state)):
         x, dt, B, C = inputs.convolved(layer, plan)
-        args = (x, dt, inputs.A, B, C, inputs.D, inputs.state[layer], plan, tile)
+        args = (x, dt, inputs.A, B, C, inputs.D, inputs.state[layer], plan, config)
         launches.append(partial(gluon_prompts.scan, *args))
     return launches
 
@@ -64,12 +65,12 @@ def report(output: str | None, sweeping: bool) -> None:
     for name, lengths in PROMPTS.items():
         prompt = PromptInputs(lengths)
         dual = graph_us(prompt.scan(), 3)
-        for tiles in (None, *PROMPT_TILES) if sweeping else (None,):
-            us = graph_us(prompts(prompt, tiles), 3)
+        for config in (None, *CONFIGS) if sweeping else (None,):
+            us = graph_us(prompts(prompt, config), 3)
             note = f"{us / dual:.2f} of the dual form's {dual:.1f}"
             found.add(
-                f"{name} {tiles or ''}", "kernel_exact_scan_us", us, prompt.scan_bytes,
-                note=note, dual_us=dual, tile=tiles, mode=name,
+                f"{name} {tuple(config or ())}", "kernel_exact_scan_us", us, prompt.scan_bytes,
+                note=note, dual_us=dual, config=config, mode=name,
             )  # fmt: skip
         del prompt
 

@@ -25,6 +25,7 @@ from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext,
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, naive
+from mamba_eagle.kernels.recurrence.gluon_prompts import Config
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.message import FirstChunk, JournalPart, PrefillItem, StateSave
@@ -33,7 +34,7 @@ from mamba_eagle.tree.tree import Tree
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 TILES = (4, 8, 16)
-PROMPT_TILES = ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4))
+CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (8, 2), (16, 1), (16, 4))), None)
 NARROW = Sizes(8, 64, 2, 64)
 WIDE = Sizes(4, 128, 1, 256)
 
@@ -84,7 +85,7 @@ def scan(
     sizes: Sizes,
     spans: list[Span],
     state: Tensor,
-    tile: tuple[int, int] | None = None,
+    config: Config | None = None,
 ) -> list[Tensor]:
     """The outputs of each span; states go to their slots."""
     H, P, G, N = sizes
@@ -100,7 +101,7 @@ def scan(
     x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
     dt = torch.empty(H, -(-first // 16) * 16, device=DEVICE)[:, :first].copy_(flat.dt.t()).t()
     plan = prefill_plan(prompts, partial(torch.tensor, device=DEVICE))
-    y = gluon_prompts.scan(x, dt, tokens.A, B, C, tokens.D, state, plan, tile)
+    y = gluon_prompts.scan(x, dt, tokens.A, B, C, tokens.D, state, plan, config)
     return list(y.split([span.end - span.begin for span in spans]))
 
 
@@ -187,15 +188,15 @@ class Server:
         for _ in range(3):
             spans = []
             for i, request in enumerate(self.requests):
-                count = self.draw.below(12)
+                count = self.draw.below(20)
                 if count:
                     save = ((count, self.batch + i),)
                     source = self.batch + i if request.end else i
                     spans.append(Span(i, request.end, request.end + count, source, save))
                     request.end += count
-            tile = PROMPT_TILES[self.draw.below(len(PROMPT_TILES))]
-            for span, y in zip(spans, scan(self.tokens, self.sizes, spans, self.state, tile)):
-                assert same(y, self.wanted[span.sequence, span.begin : span.end]), (tile, span)
+            config = CONFIGS[self.draw.below(len(CONFIGS))]
+            for span, y in zip(spans, scan(self.tokens, self.sizes, spans, self.state, config)):
+                assert same(y, self.wanted[span.sequence, span.begin : span.end]), (config, span)
         for i, request in enumerate(self.requests):
             if not request.end:
                 self.state[self.batch + i] = self.state[i]
@@ -300,7 +301,7 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     sizes: Sizes, batch: int, nodes: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
-    tokens = random_tokens(sizes, batch, 100 + nodes, dtype, seed)
+    tokens = random_tokens(sizes, batch, 110 + nodes, dtype, seed)
     Server(tokens, sizes, nodes, seed).run()
 
 

@@ -2,8 +2,8 @@
 
 A program is one warp with a tile of channels of one request. It walks over the journal, row by
 row; a request that folds stores the state there. Then it walks over the tree: from the root along
-the path to each leaf, going back to the state after the root for the next one; a node's output is
-formed on the first path that it is on. The next row's inputs are asked for before one is computed.
+the path to each leaf, and back to the state after the root, which is in shared memory; a node's
+output is formed on the first path that it is on. Each row's inputs are asked for one row ahead.
 """
 
 from __future__ import annotations
@@ -57,27 +57,33 @@ def _after_journal(S, inputs, journal, length, behind, rate, BY: gl.constexpr):
 
 @gluon.jit
 def _lowest(mask):
-    """The lowest bit that is set in an int64; negative if none is."""
+    """The lowest bit that is set in an integer; negative if none is."""
     alone = (mask & -mask).to(gl.float32)
     return ((alone.to(gl.int32, bitcast=True) >> 23) & 255) - 127
 
 
 @gluon.jit
-def _leaves(ancestors, T):
+def _bit(node, BITS: gl.constexpr):
+    return gl.full([], 1, BITS) << node.to(BITS)
+
+
+@gluon.jit
+def _leaves(ancestors, T, BITS: gl.constexpr):
     """Nodes without children, as bits."""
-    node = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
-    own = gl.full([64], 1, gl.int64, node.type.layout) << node.to(gl.int64)
-    bits = gl.load(ancestors + node, mask=node < T, other=0)
+    NODES: gl.constexpr = BITS.primitive_bitwidth
+    node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [1], [0]))
+    own = gl.full([NODES], 1, BITS, node.type.layout) << node.to(BITS)
+    bits = gl.load(ancestors + node, mask=node < T, other=0).to(BITS)
     return ~gl.reduce_or(gl.where(node < T, bits & ~own, own), 0)
 
 
 @gluon.jit
-def _next_node(ancestors, path, leaves):
+def _next_node(ancestors, path, leaves, BITS: gl.constexpr):
     """The next node of the walk, or a negative number; what is left of its path and of the leaves;
     whether its path begins."""
     begins = path == 0
     leaf = gl.maximum(_lowest(leaves), 0)
-    whole = gl.load(ancestors + leaf, mask=begins & (leaves != 0), other=0)
+    whole = gl.load(ancestors + leaf, mask=begins & (leaves != 0), other=0).to(BITS)
     path = gl.where(begins, whole & -2, path)  # without the root
     leaves = gl.where(begins, leaves & (leaves - 1), leaves)
     return _lowest(path), path & (path - 1), leaves, begins
@@ -108,13 +114,14 @@ def _verify_kernel(
     G: gl.constexpr,
     N: gl.constexpr,
     TILE: gl.constexpr,
-    ONE_NODE: gl.constexpr,
+    BITS: gl.constexpr,  # integers with a bit for each node; None: one node
     OVERLAP: gl.constexpr,
 ):
     WIDTH: gl.constexpr = H * P + G * N
     PER_LOAD: gl.constexpr = numbers_per_load(xB.dtype.element_ty)
     BY: gl.constexpr = (WIDTH, WIDTH // PER_LOAD, H)
     layout: gl.constexpr = tile_layout(TILE, 1)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     number = gl.arange(0, N // PER_LOAD, loads_layout(layout, PER_LOAD))
     first = gl.program_id(0) * TILE
     request = gl.program_id(1)
@@ -147,26 +154,28 @@ def _verify_kernel(
     S = advance(S, x, B, step, rate)
     gl.store(y + channel, output(S, gl.load(C_at), x, skip).to(y.dtype.element_ty))
 
-    if not ONE_NODE:
-        after_root = S
+    if BITS is not None:
+        after_root = gl.allocate_shared_memory(gl.float32, [TILE, N], SHARED)
+        after_root.store(S)
         ancestors += request * T
-        done = gl.to_tensor(1).to(gl.int64)
-        node, path, leaves, begins = _next_node(ancestors, done - 1, _leaves(ancestors, T))
+        done = gl.full([], 1, BITS)
+        leaves = _leaves(ancestors, T, BITS)
+        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
         x, B, step = _row(inputs, gl.load(rows + node), BY)
         C_node = gl.load(C_at + node * (G * N // PER_LOAD))
         while node >= 0:
-            S = after_root
+            S = after_root.load(layout)
             begins = node < 0
             while not begins:
-                later, path, leaves, begins = _next_node(ancestors, path, leaves)
+                later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
                 asked = gl.maximum(later, 0)
                 next_x, next_B, next_step = _row(inputs, gl.load(rows + asked), BY)
                 next_C = gl.load(C_at + asked * (G * N // PER_LOAD))
                 S = advance(S, x, B, step, rate)
-                if ((done >> node) & 1) == 0:
+                if ((done >> node.to(BITS)) & 1) == 0:
                     out = output(S, C_node, x, skip)
                     gl.store(y + node * (H * P) + channel, out.to(y.dtype.element_ty))
-                done |= gl.to_tensor(1).to(gl.int64) << node
+                done |= _bit(node, BITS)
                 x, B, step, C_node, node = next_x, next_B, next_step, next_C, later
 
 
@@ -228,6 +237,13 @@ def check_sizes(sizes: Sizes, state: Tensor) -> None:
         raise ValueError(f"a state in {state.dtype}: exact bits need float32")
 
 
+def choose_tile(channels: int, state_size: int) -> int:
+    """Channels per program, of all ``channels`` of a launch: 64 numbers of the state in a thread
+    where there are enough programs to fill a GPU, else 32."""
+    tile = 16 if channels >= 32768 else 8
+    return tile if state_size <= 128 else tile // 2
+
+
 def tree_verify(
     buffers: RowBuffers,
     C: Tensor,
@@ -250,7 +266,7 @@ def tree_verify(
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    tile = tile or (8 if N <= 128 else 4)
+    tile = tile or choose_tile(b * H * P, N)
     _verify_kernel[(H * P // tile, b)](
         buffers.xB,
         buffers.dt,
@@ -271,7 +287,7 @@ def tree_verify(
         G=G,
         N=N,
         TILE=tile,
-        ONE_NODE=T == 1,
+        BITS=None if T == 1 else gl.int32 if T < 32 else gl.int64,
         num_warps=1,
         **overlapping(C.device),
     )
@@ -288,7 +304,8 @@ def fold_journals(
     check_sizes(sizes, state)
     layers, R, W, _ = buffers.xB.shape
     H, P, G, N = sizes
-    (b, M), tile = folds.journal.shape, 8 if N <= 128 else 4
+    b, M = folds.journal.shape
+    tile = choose_tile(layers * b * H * P, N)
     _fold_kernel[(H * P // tile, layers, b)](
         buffers.xB,
         buffers.dt,

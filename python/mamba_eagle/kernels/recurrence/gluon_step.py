@@ -56,10 +56,10 @@ def _numbers(loaded, layout: gl.constexpr):
     if loaded.dtype == gl.int32:
         low = (loaded << 16).to(gl.float32, bitcast=True)
         high = (loaded & -65536).to(gl.float32, bitcast=True)
-        both = gl.join(low, high).reshape([2 * loaded.shape[0]])
-        return gl.convert_layout(both, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
+        numbers = gl.join(low, high).reshape([2 * loaded.shape[0]])
     else:
-        return loaded.to(gl.float32)[None, :]
+        numbers = loaded.to(gl.float32)
+    return gl.convert_layout(numbers, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
 
 
 @gluon.jit
