@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from mamba_eagle.eval import gsm8k
 CLIENTS = 12
 REFERENCE = ("--speculative-algorithm", "NONE", "--disable-radix-cache")
 DRAFTERS = ("EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM")
-MODES = ("deferred", "snapshot")
+COMMON = tuple(os.environ.get("MAMBA_EAGLE_EXACT_FLAGS", "--device cpu --dtype float32").split())
+EXACT = "--exact" in COMMON
+MODES = ("deferred", "deferred" if EXACT else "snapshot")
 SHAPES = ((1, 1, 2), (1, 4, 5), (2, 3, 8), (2, 5, 8), (4, 2, 12), (4, 5, 16))  # top-k, depth, nodes
-LOGPROB_ERROR = 1e-3
+LOGPROB_ERROR = 0.0 if EXACT else 1e-3
 # Hardly more KV slots than one request may need. CROWD requests that begin together are all
 # admitted, since their prompts are short, and then outgrow such a pool: some are retracted.
 CROWDED = {
@@ -66,7 +69,7 @@ def random_flags(rng: random.Random, drafter: str, mode: str, crowded: bool) -> 
         "--max-total-tokens": rng.choice([400, 700, 1500, "auto"]),
         "--max-mamba-cache-size": rng.choice([1, 2, 8, 40, "auto"]),
         "--chunked-prefill-size": rng.choice([5, 16, 64, 200, "auto"]),
-        "--mamba-rows": rng.choice([nodes, nodes + 3, "auto"]),
+        "--mamba-rows": "auto" if EXACT else rng.choice([nodes, nodes + 3, "auto"]),
         "--mamba-checkpoint-interval": rng.choice([0, 16, 64]),
         "--schedule-policy": rng.choice(["fcfs", "lpm"]),
     } | (CROWDED if crowded else {})

@@ -1,8 +1,9 @@
 """No setting, no neighbour and no lack of memory changes a token: servers with random settings give
 random requests what one without drafts and without a cache gives them.
 
-In float32, on the embedded model and on small random ones of other recurrences.
-MAMBA_EAGLE_CHAOS_SEED gives other settings and requests.
+In float32 on a CPU, on the embedded model and on small random ones of other recurrences.
+MAMBA_EAGLE_CHAOS_SEED gives other settings and requests. With MAMBA_EAGLE_EXACT_FLAGS="--device
+cuda --dtype bfloat16 --exact" on a GPU, on the embedded model; then logprobs are equal to the bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 from chaos_rig import PATIENCE, SCALE, SEED, Start, report
 from exact_models import EMBEDDED, RANDOM, Target, random_target
 from exact_rig import (
+    COMMON,
     MODES,
     REFERENCE,
     Body,
@@ -36,7 +38,7 @@ from mamba_eagle.bench.client import Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
 REQUESTS = 20 * min(SCALE, 12)  # per round, beside the crowd
-COMMON = ("--device", "cpu", "--dtype", "float32")
+ON_A_GPU = COMMON[:2] == ("--device", "cuda")
 
 
 class Outcome(NamedTuple):
@@ -72,6 +74,8 @@ class Round(NamedTuple):
 
 def rounds(folder: Path) -> list[Round]:
     """The short form has few servers: two models, and no head to be trained."""
+    if ON_A_GPU:
+        return [Round(EMBEDDED, EMBEDDED.drafters[:4], REQUESTS)]
     if SCALE == 1:
         other = random_target(RANDOM[SEED % 3], folder / "other")
         drafters = random.Random(SEED).sample(EMBEDDED.drafters, 3)

@@ -1,0 +1,155 @@
+"""--exact on a GPU: a token's log-probabilities are equal to the bit, whatever served it.
+
+Random schedules of the runner: requests side by side, drafted or not, prompts in chunks and from
+states inside of them. The reference serves each request alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from runner_harness import Engine, Live, Settings, greedy, random_prompt, sampled
+
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
+
+pytestmark = pytest.mark.gpu
+
+GEOMETRIES = Path(__file__).parents[3] / "benchmark" / "models"
+CUT = {  # published geometries -> four of their layers
+    "nemotron-nano-9b-v2": {"hybrid_override_pattern": "M-M*"},
+    "nemotron-3-nano-30b-a3b": {"hybrid_override_pattern": "ME*M"},
+    "nemotron-3-super": {"hybrid_override_pattern": "ME*M"},
+    "granite-4.0-h-tiny": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+}
+CASES = [
+    ("embedded", "auto"),
+    *((name, bits) for name in list(CUT)[:2] for bits in ("auto", "fp8")),
+    *zip(list(CUT)[2:], ("fp8", "auto"), strict=True),
+]
+SHAPES = [
+    Settings("NONE"),
+    Settings(topk=1, steps=4, nodes=5),
+    Settings(topk=3, steps=4, nodes=8),
+    Settings(topk=6, steps=7, nodes=40),
+]
+ASKS = {"return_logprob": True, "top_logprobs": 3}
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+class Source(NamedTuple):
+    """A model, and what engines of it have in common."""
+
+    folder: Path
+    head: Path
+    algorithm: str  # of drafts
+    options: dict[str, Any]
+
+    def engine(self, settings: Settings, exact: bool, **others: Any) -> Engine:
+        if settings.algorithm != "NONE":
+            settings = settings._replace(algorithm=self.algorithm)
+        sizes = {"max_running_requests": 8, "max_total_tokens": 4000, "max_mamba_cache_size": 24}
+        values = {"device": "cuda", "dtype": "bfloat16", **sizes, **self.options, **others}
+        return Engine(self.folder, self.head, settings, exact=exact, **values)
+
+
+def source(name: str, bits: str, folder: Path) -> Source:
+    if name == "embedded":
+        return Source(EMBEDDED_MODEL, EMBEDDED_HEADS["EAGLE"], "EAGLE", {})
+    config = json.loads((GEOMETRIES / name / "config.json").read_text())
+    config |= {**CUT[name], "num_hidden_layers": 4, "vocab_size": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
+    # the same random weights draft, so that drafts are accepted
+    return Source(folder, folder, "STANDALONE", {"load_format": "dummy", "quantization": bits})
+
+
+def requests(rng: random.Random, count: int, vocab: int) -> list[Request]:
+    made = []
+    for seed in range(count):
+        prompt = [token % vocab for token in random_prompt(rng.randrange(1, 200), seed)]
+        length = rng.randrange(8, 48)
+        made.append(Request(prompt, rng.choice([greedy(length), sampled(length, seed)])))
+    return made
+
+
+def serve(engine: Engine, given: list[Request], rng: random.Random) -> list[Live]:
+    """Side by side, each joining the others at some time with its prompt in random chunks, or going
+    on from a state inside of it."""
+    waiting, running, done = list(enumerate(given)), [], {}
+    while waiting or running:
+        if waiting and len(running) < 6 and (not running or rng.random() < 0.6):
+            number, (prompt, sampling) = waiting.pop()
+            cuts = tuple(rng.sample(range(1, 200), rng.randrange(4)))
+            hit = None
+            if len(prompt) > 9 and rng.random() < 0.4:
+                end = rng.randrange(1, len(prompt) - 1)
+                first = engine.start(prompt[: end + 1], greedy(1), saves=(end,))
+                hit = engine.release(first, end)
+            live = engine.start(prompt, sampling, hit, cuts=cuts, **ASKS)
+            running.append((number, live))
+            continue
+        engine.execute(decode=[live for _, live in running])
+        for number, live in [pair for pair in running if engine.ended(pair[1])]:
+            engine.release(live)
+            done[number] = live
+        running = [pair for pair in running if not engine.ended(pair[1])]
+    return [done[number] for number in range(len(given))]
+
+
+def told(live: Live) -> list[tuple[int, float | None, Any]]:
+    return [(each.token_id, each.logprob, each.top) for each in live.logprobs]
+
+
+def compare(source: Source, exact: bool, seed: int) -> tuple[int, int]:
+    """Tokens compared, and how many of them differ."""
+    rng = random.Random(seed)
+    plain = source.engine(SHAPES[0], exact)
+    given = requests(rng, 24, plain.runner.ready.vocab_size)
+    wanted = [told(plain.generate(*request, **ASKS)) for request in given]
+    found = [
+        [told(live) for live in serve(source.engine(shape, exact), given, rng)] for shape in SHAPES
+    ]
+    differ = sum(
+        mine != other
+        for run in found
+        for text, whole in zip(run, wanted, strict=True)
+        for mine, other in zip(text, whole, strict=True)
+    )
+    return sum(len(text) for text in wanted) * len(found), differ
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name, bits", CASES, ids=lambda part: str(part))
+def test_no_schedule_changes_a_bit(name: str, bits: str, tmp_path: Path) -> None:
+    tokens, differ = compare(source(name, bits, tmp_path), exact=True, seed=1)
+    print(f"{name} {bits}: {tokens} tokens, {differ} differ")
+    assert differ == 0
+
+
+@pytest.mark.timeout(600)
+def test_without_the_flag_bits_differ(tmp_path: Path) -> None:
+    """So the comparison above can see."""
+    tokens, differ = compare(source("nemotron-nano-9b-v2", "auto", tmp_path), exact=False, seed=1)
+    print(f"{tokens} tokens, {differ} differ")
+    assert differ > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_text_is_scored_as_it_was_decoded(tmp_path: Path) -> None:
+    one = source("nemotron-nano-9b-v2", "auto", tmp_path).engine(SHAPES[2], exact=True)
+    for seed in range(6):
+        prompt = [token % 8192 for token in random_prompt(40 + 17 * seed, seed)]
+        live = one.generate(prompt, greedy(40), return_logprob=True)
+        scored = one.start(live.tokens, greedy(1), logprob_start=len(prompt), cuts=(77,))
+        one.release(scored)
+        assert [each.logprob for each in scored.input_logprobs] == [
+            each.logprob for each in live.logprobs
+        ]
