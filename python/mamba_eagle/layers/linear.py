@@ -151,6 +151,11 @@ class Linear(MatrixLayer):
                 added(y, given, slots)
         return y
 
+    def rehearse(self) -> None:
+        if isinstance(self._packed, WritingProduct):
+            for tokens in self._packed.sizes:
+                self(self.weight.new_zeros(tokens, self.weight.shape[1]))
+
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         """``forward`` without autograd, written to out [n, out_features], which is returned."""
         if out.dtype == self.weight.dtype and isinstance(self._packed, WritingProduct):

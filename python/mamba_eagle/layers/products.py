@@ -33,6 +33,8 @@ class MatrixProduct(ABC):
 class WritingProduct(ABC):
     """The same for a weight that is not of few bits, with a place for its results."""
 
+    sizes: tuple[int, ...]  # numbers of tokens that between them need every kernel
+
     @abstractmethod
     def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x [n, in], bias [out] -> ``out`` [n, out], contiguous, or a new tensor."""

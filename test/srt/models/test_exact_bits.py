@@ -91,8 +91,7 @@ def serve(engine: Engine, given: list[Request], rng: random.Random) -> list[Live
             hit = None
             if len(prompt) > 9 and rng.random() < 0.4:
                 end = rng.randrange(1, len(prompt) - 1)
-                first = engine.start(prompt[: end + 1], greedy(1), saves=(end,))
-                hit = engine.release(first, end)
+                hit = engine.release(engine.start(prompt[:end], greedy(1)), end)
             live = engine.start(prompt, sampling, hit, cuts=cuts, **ASKS)
             running.append((number, live))
             continue

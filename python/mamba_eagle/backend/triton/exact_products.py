@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.backend.triton.products import Float8Product, SixteenBitProduct
+from mamba_eagle.backend.triton.products import FEW_TOKENS, Float8Product, SixteenBitProduct
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.linear import triton as sixteen_bit
@@ -30,6 +30,8 @@ TRIED = (65, 80, 128, 250, 512, 1024, 3000)  # tokens
 
 class ExactProduct(SixteenBitProduct):
     """library: whether cuBLASLt has the kernel's bits."""
+
+    sizes = (*SixteenBitProduct.sizes, FEW_TOKENS + 1)
 
     def __init__(self, weight: Tensor, library: bool) -> None:
         super().__init__(weight)

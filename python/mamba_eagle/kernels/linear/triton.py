@@ -1,6 +1,6 @@
 """Products with matrices of 16 bits on a GPU, for few tokens.
 
-A program multiplies some rows of the weight with all columns and up to 64 tokens. The weight is the
+A program multiplies some rows of the weight with all columns of up to 64 tokens. The weight is the
 first factor: it has enough rows for the tensor cores' widest instruction however few tokens there
 are. The columns are never divided among programs: a sum is made of ordered steps of 16 columns in
 one float32 accumulator, so a row has the same bits whatever the tile and the number of tokens
@@ -87,6 +87,8 @@ def _linear_kernel(
 
 def choose_config(n: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_linear.py."""
+    if n > 64:
+        return Config(128, 128, 64, 8, 3)
     return Config(64, min(64, max(16, triton.next_power_of_2(n))), 128, 4, 5)
 
 
