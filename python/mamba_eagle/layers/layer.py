@@ -40,7 +40,7 @@ class Layer(nn.Module):
         """Tell the layers inside what their neighbours need; called for every layer once all are
         prepared."""
 
-    def rehearse(self) -> None:
+    def rehearse(self, device: torch.device) -> None:
         """Launch kernels once that only some numbers of tokens need, so that none is compiled while
         serving."""
 

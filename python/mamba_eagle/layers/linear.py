@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, widened
 from mamba_eagle.layers.adapters import Addition, slots_of_rows
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.products import PackedMatrix, PackedProduct, WritingProduct
+from mamba_eagle.layers.products import (
+    MatrixProduct,
+    PackedMatrix,
+    PackedProduct,
+    WritingProduct,
+)
 from mamba_eagle.layers.weights import (
     META,
     MatrixLayer,
@@ -151,10 +156,11 @@ class Linear(MatrixLayer):
                 added(y, given, slots)
         return y
 
-    def rehearse(self) -> None:
-        if isinstance(self._packed, WritingProduct):
+    def rehearse(self, device: torch.device) -> None:
+        if isinstance(self._packed, WritingProduct | MatrixProduct):
+            (_, columns), dtype = self.weight.shape, self.weight.dtype
             for tokens in self._packed.sizes:
-                self(self.weight.new_zeros(tokens, self.weight.shape[1]))
+                self(torch.zeros(tokens, columns, dtype=dtype, device=device))
 
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         """``forward`` without autograd, written to out [n, out_features], which is returned."""

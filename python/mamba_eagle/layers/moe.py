@@ -228,7 +228,7 @@ class Mixture(Layer):
 
     experts: Experts
 
-    def rehearse(self) -> None:
+    def rehearse(self, device: torch.device) -> None:
         """With tokens in as many numbers as the experts' kernels differ by."""
         if self.experts.fused is not None:
             router = next(each for each in self.children() if isinstance(each, Router))

@@ -24,6 +24,7 @@ class MatrixProduct(ABC):
     """``y = x Wᵀ + b`` for a matrix of few bits."""
 
     rounding: Rounding | None = None  # how inputs become float8; None: they stay as they are
+    sizes: tuple[int, ...] = ()  # numbers of tokens that between them need every kernel
 
     @abstractmethod
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:

@@ -74,7 +74,7 @@ def _generate(runner: ModelRunner, adapter: int = -1) -> None:
 def _rehearse_layers(runner: ModelRunner) -> None:
     for module in runner.model.modules():
         if isinstance(module, Layer):
-            module.rehearse()
+            module.rehearse(runner.backend.device)
 
 
 def warm_up_plans(

@@ -80,6 +80,8 @@ class Float8Product(MatrixProduct):
     """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
     library for more, which scales or leaves that to us. Of blocks: the Triton kernel."""
 
+    sizes = (16, 32, FEW_TOKENS, FEW_TOKENS + 1, MAX_SCALED_AFTER + 1)
+
     def __init__(self, matrix: Float8Matrix, dtype: torch.dtype) -> None:
         assert matrix.rounding is not None
         self.rounding: Rounding = matrix.rounding
@@ -139,6 +141,7 @@ class FourBitProduct(PackedProduct):
     dequantized each time, which takes little beside their product."""
 
     few_bits = True
+    sizes = (8, 16, 32, FEW_TOKENS, FEW_TOKENS + 1)
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
         outputs, inputs = matrix.shape
