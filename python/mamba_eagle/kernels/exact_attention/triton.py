@@ -428,9 +428,9 @@ def _largest_tile(head_dim: int, itemsize: int) -> int:
     return 16 if itemsize > 2 else 128 if head_dim <= 128 else 64
 
 
-def _stages(head_dim: int, itemsize: int) -> int:
+def _stages(rows: int, head_dim: int, itemsize: int) -> int:
     """Slots are loaded a block before keys: of n stages, n // 2 hold keys and values."""
-    return 5 if head_dim * itemsize <= 256 else 3
+    return 5 if head_dim * itemsize <= 256 and rows != 64 else 3
 
 
 def tree_config(
@@ -441,7 +441,7 @@ def tree_config(
     rows = min(max(16, needed), _largest_tile(head_dim, itemsize))
     programs = batch * kv_heads * triton.cdiv(nodes * heads // kv_heads, rows)
     warps = 8 if rows > 64 or (rows == 64 and head_dim > 128) else 4
-    return Config(rows, programs >= PROGRAMS, warps, _stages(head_dim, itemsize))
+    return Config(rows, programs >= PROGRAMS, warps, _stages(rows, head_dim, itemsize))
 
 
 def num_parts(positions: int) -> int:
@@ -524,7 +524,7 @@ def prompt_config(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Co
     least = max(16, triton.next_power_of_2(heads // kv_heads))
     rows = max(least, _largest_tile(head_dim, itemsize))
     warps = 8 if rows >= 128 or head_dim > 128 else 4
-    return Config(rows, True, warps, _stages(head_dim, itemsize))
+    return Config(rows, True, warps, _stages(rows, head_dim, itemsize))
 
 
 def prompt_tiles(
