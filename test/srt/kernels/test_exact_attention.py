@@ -165,7 +165,8 @@ def assert_trees_are_their_paths(
     for out, text, mine, above in zip(found, texts, nodes, parents):
         paths = [root_path(above, i) for i in range(len(above)) if i not in above[i + 1 :]]
         for path in paths:
-            world.reset()
+            if len(world.free) < len(text.q) + len(path):
+                world.reset()
             assert_same(out[path], world.prompts([text + mine.at(path)], start=len(text.q))[0])
 
 
@@ -274,13 +275,14 @@ def test_keys_of_8_bits_are_refused() -> None:
 
 # ── on a GPU, to the bit ──
 
-SIZES = [(40, 8, 128), (32, 2, 128), (32, 8, 64), (8, 8, 64), (8, 2, 256), (24, 2, 80)]
+SIZES = [(40, 8, 128), (32, 2, 128), (16, 8, 64), (8, 2, 256), (8, 8, 80)]
+KINDS = [(shape, torch.bfloat16) for shape in SIZES]
+KINDS += [(SIZES[0], torch.float16), (SIZES[0], torch.float32)]
 
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), KINDS, ids=str)
 def test_every_way_to_serve_a_token_gives_its_bits(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -289,43 +291,38 @@ def test_every_way_to_serve_a_token_gives_its_bits(
     lengths = (1, 17, 300, 700, 2100, 5000)
     texts = [world.text(n) for n in lengths]
     wanted = world.prompts(texts)
-    for i, text in enumerate(texts):
+    for i in (1, 3, 5):
+        assert torch.equal(world.prompts([texts[i]])[0], wanted[i]), "alone"
+    for _ in range(2):
         world.reset()
-        assert torch.equal(world.prompts([text])[0], wanted[i]), "alone"
-    for _ in range(3):
-        world.reset()
-        cuts = [rng.sample(range(n), min(n, 6)) for n in lengths]
+        cuts = [rng.sample(range(n), min(n, 4)) for n in lengths]
         order = rng.sample(range(len(texts)), len(texts))
         found = world.prompts([texts[i] for i in order], [cuts[i] for i in order])
         for i, out in zip(order, found):
             assert torch.equal(out, wanted[i]), "chunks"
-    for nodes in (1, 4, 16, 40):
-        for b in (1, 3, 24):
-            world.reset()
-            chosen = [rng.choice(range(2 if nodes > 1 else 1, 6)) for _ in range(b)]
-            begins = [rng.randrange(max(0, lengths[i] - nodes)) for i in chosen]
-            if b == 24:  # memory of the pool
-                begins = [min(begin, 1200) for begin in begins]
-            chains = [[max(0, j - 1) for j in range(nodes)]] * b
-            prefixes = [texts[i].at(slice(0, begin)) for i, begin in zip(chosen, begins)]
-            new = [texts[i].at(slice(s, s + nodes)) for i, s in zip(chosen, begins)]
-            found = world.trees(prefixes, new, chains)
-            for out, i, begin in zip(found, chosen, begins):
-                assert torch.equal(out, wanted[i][begin : begin + nodes]), (nodes, b, "chains")
+    for nodes, b in ((1, 1), (1, 5), (1, 66), (16, 2), (16, 20)):
+        world.reset()
+        chosen = rng.choices([4, 5] if b < 10 else [2, 3], k=b)
+        begins = [rng.randrange(lengths[i] - nodes) for i in chosen]
+        prefixes = [texts[i].at(slice(0, begin)) for i, begin in zip(chosen, begins)]
+        new = [texts[i].at(slice(s, s + nodes)) for i, s in zip(chosen, begins)]
+        found = world.trees(prefixes, new, [[max(0, j - 1) for j in range(nodes)]] * b)
+        for out, i, begin in zip(found, chosen, begins):
+            assert torch.equal(out, wanted[i][begin : begin + nodes]), (nodes, b, "chains")
 
 
 @pytest.mark.gpu
 @runs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), KINDS, ids=str)
 def test_nodes_of_random_trees_have_the_bits_of_prompts(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    world = World(shape, dtype, size=80_000)
+    world = World(shape, dtype, size=20_000)
     rng = random.Random(4)
-    for nodes, b in ((5, 2), (8, 20), (16, 1), (16, 6), (33, 2), (64, 1)):
+    for nodes, b in ((8, 20), (16, 3), (64, 1)):
         world.reset()
-        texts = [world.text(rng.choice([0, 1, 62, 250, 255, 1023, 4090])) for _ in range(b)]
+        texts = [world.text(rng.choice([0, 1, 62, 250, 255, 1023])) for _ in range(b)]
+        texts[0] = world.text(4090)
         parents = [random_tree(rng, nodes, rng.choice([1, 3, 9])) for _ in range(b)]
         assert_trees_are_their_paths(world, texts, [world.text(nodes) for _ in texts], parents)
 
@@ -337,8 +334,7 @@ def test_the_usual_kernel_has_other_bits() -> None:
     world = World((40, 8, 128), torch.bfloat16, size=20_000)
     text = world.text(1500)
     (wanted,) = world.prompts([text])
-    for prefix in (300, 1400):
-        parts = text.at(slice(0, prefix)), text.at([prefix])
-        usual = world.trees([parts[0]], [parts[1]], [[0]], TritonTreeAttention)
-        assert not torch.equal(usual[0, 0], wanted[prefix])
-        assert torch.equal(world.trees([parts[0]], [parts[1]], [[0]])[0, 0], wanted[prefix])
+    parts = text.at(slice(0, 1400)), text.at([1400])
+    usual = world.trees([parts[0]], [parts[1]], [[0]], TritonTreeAttention)
+    assert not torch.equal(usual[0, 0], wanted[1400])
+    assert torch.equal(world.trees([parts[0]], [parts[1]], [[0]])[0, 0], wanted[1400])

@@ -31,7 +31,7 @@ from mamba_eagle.kernels.triton_math import exact_dot, previous_done, rounded_pr
 LOWEST = tl.constexpr(naive.LOWEST)
 SHORT = tl.constexpr(naive.SHORT)
 DOUBLINGS = tl.constexpr(12)  # of a part's size: up to position 2**25
-PROGRAMS = 64  # of a tree's launch, from which on each takes whole prefixes
+PROGRAMS = 128  # of a tree's launch, from which on each takes whole prefixes
 JOINED = 512  # outputs of a program of _join_kernel
 JOINED_AT_ONCE = 8  # parts
 
@@ -106,9 +106,9 @@ def _empty(ROWS: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _begin(position, joined, sums):
-    """Before the block at ``position``: where it begins a part, the last one is joined."""
-    if _begins_part(position):
+def _begin(begins, joined, sums):
+    """Join the last part where a block ``begins`` another one."""
+    if begins:
         joined = _join(joined, sums)
         sums = _empty(sums[2].shape[0], sums[2].shape[1])
     return joined, sums
@@ -150,7 +150,7 @@ def _whole_blocks(
     else:
         for first in tl.range(start, end, BLOCK, num_stages=STAGES):
             if JOIN == 1:
-                joined, sums = _begin(first, joined, sums)
+                joined, sums = _begin(_begins_part(first), joined, sums)
             slot = tl.load(table + first + tl.arange(0, BLOCK))
             at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
             key = tl.load(pool_k + at, mask=in_head, other=0.0)
@@ -203,8 +203,8 @@ def _prompt_kernel(
         *(query, pool_k, pool_v, table, start, seen_by_all, in_slot, in_head, scale),
         *(joined, sums, KV_HEADS * D, JOIN, PRECISION, STAGES),
     )
-    for first in tl.range(seen_by_all, end, BLOCK, num_stages=1):
-        joined, sums = _begin(first, joined, sums)
+    for first in tl.range(seen_by_all, end, BLOCK, num_stages=STAGES):
+        joined, sums = _begin(_begins_part(first), joined, sums)
         at = first + tl.arange(0, BLOCK)
         slot = tl.load(table + at, mask=at < end, other=0).to(tl.int64)
         in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
@@ -248,6 +248,7 @@ def _tree_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,  # D, padded
+    NODES: tl.constexpr,  # T, padded
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # a program takes all parts
     JOIN: tl.constexpr,
@@ -260,7 +261,24 @@ def _tree_kernel(
     part = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
 
+    first_row = tl.program_id(0) // KV_HEADS * ROWS
+    d = tl.arange(0, DP)[None, :]
+    in_head = d < D
+    in_slot = kv_head * D + d
+
     previous_done(OVERLAP)
+    if part == tl.num_programs(1) - 1:
+        if first_row == 0:
+            new = tl.arange(0, NODES)
+            is_new = new < T
+            slot = tl.load(own + request * T + new, mask=is_new, other=0).to(tl.int64)
+            in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
+            new, is_new = (request * T + new)[:, None], is_new[:, None] & in_head
+            key = tl.load(k + new * k_stride + in_slot, mask=is_new, other=0.0)
+            value = tl.load(v + new * v_stride + in_slot, mask=is_new, other=0.0)
+            tl.store(pool_k + in_pool, key, mask=is_new)
+            tl.store(pool_v + in_pool, value, mask=is_new)
+        return
     length = tl.load(prefix + request).to(tl.int32)
     if WHOLE:
         start, end = tl.zeros([], tl.int32), length + T
@@ -272,9 +290,6 @@ def _tree_kernel(
             return
     table = slot_table + tl.load(slots + request).to(tl.int64) * positions
 
-    d = tl.arange(0, DP)[None, :]
-    in_head = d < D
-    first_row = tl.program_id(0) // KV_HEADS * ROWS
     row = first_row + tl.arange(0, ROWS)
     node = row // GROUP
     is_row = node < T
@@ -284,7 +299,6 @@ def _tree_kernel(
     query = tl.load(queries, mask=in_rows, other=0.0)
 
     joined, sums = _empty(ROWS, DP), _empty(ROWS, DP)
-    in_slot = kv_head * D + d
     root = length // BLOCK * BLOCK
     joined, sums = _whole_blocks(
         *(query, pool_k, pool_v, table, start, tl.minimum(root, end), in_slot, in_head, scale),
@@ -292,31 +306,28 @@ def _tree_kernel(
     )
     pages = tl.load(page_count + request)
     mask = tl.load(masks + request * T + node, mask=is_row, other=0)
-    mine = tl.load(page_of + request * T + node, mask=is_row, other=-1)
-    for first in tl.range(tl.maximum(root, start), end, BLOCK, num_stages=1):
+    low, high = mask.to(tl.int32)[:, None], (mask >> 32).to(tl.int32)[:, None]
+    mine = tl.load(page_of + request * T + node, mask=is_row, other=-1)[:, None]
+    start = tl.maximum(root, start)
+    for i in tl.range(0, tl.cdiv(end - start, BLOCK) * pages, num_stages=STAGES):
+        page, first = i % pages, start + i // pages * BLOCK
         if WHOLE:
-            joined, sums = _begin(first, joined, sums)
+            joined, sums = _begin((page == 0) & _begins_part(first), joined, sums)
         at = first + tl.arange(0, BLOCK)
+        other = tl.load(columns + (request * T + page) * COLUMNS + (at - root))
         before = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
-        for page in tl.range(0, pages, num_stages=1):
-            named = columns + (request * T + page) * COLUMNS + (at - root)
-            other = tl.load(named)
-            is_node = other >= 0
-            slot = tl.load(own + request * T + other, mask=is_node, other=0).to(tl.int64)
-            at_slot = tl.where(is_node, slot, before)[:, None] * (KV_HEADS * D) + in_slot
-            new, is_new = (request * T + other)[:, None], is_node[:, None]
-            keys = tl.where(is_new, k + new * k_stride + in_slot, pool_k + at_slot)
-            values = tl.where(is_new, v + new * v_stride + in_slot, pool_v + at_slot)
-            seen = (is_node | (at < length))[:, None] & in_head
-            key = tl.load(keys, mask=seen, other=0.0)
-            value = tl.load(values, mask=seen, other=0.0)
-            if first_row == 0:  # a node of several pages is written again as it is
-                tl.store(pool_k + at_slot, key, mask=is_new & in_head)
-                tl.store(pool_v + at_slot, value, mask=is_new & in_head)
-            bit = (mask[:, None] >> tl.maximum(other, 0).to(tl.int64)[None, :]) & 1
-            visible = (is_node[None, :] & (bit != 0)) | (at < length)[None, :]
-            visible = visible & (mine == page)[:, None]
-            sums = _block(query, key, value, visible, scale, sums, PRECISION)
+        is_node, in_prefix = (other >= 0)[:, None], (at < length)[:, None]
+        in_pool = before[:, None] * (KV_HEADS * D) + in_slot
+        new = (request * T + other)[:, None]
+        seen = (is_node | in_prefix) & in_head
+        at_keys = tl.where(is_node, k + new * k_stride + in_slot, pool_k + in_pool)
+        at_values = tl.where(is_node, v + new * v_stride + in_slot, pool_v + in_pool)
+        key = tl.load(at_keys, mask=seen, other=0.0)
+        value = tl.load(at_values, mask=seen, other=0.0)
+        other = other[None, :]
+        bit = (tl.where(other < 32, low, high) >> (other & 31)) & 1
+        visible = ((other >= 0) & (bit != 0)) | (at < length)[None, :]
+        sums = _block(query, key, value, visible & (mine == page), scale, sums, PRECISION)
 
     if WHOLE:
         _, total, acc = _join(joined, sums)
@@ -417,9 +428,9 @@ def _largest_tile(head_dim: int, itemsize: int) -> int:
     return 16 if itemsize > 2 else 128 if head_dim <= 128 else 64
 
 
-def _stages(head_dim: int, itemsize: int) -> int:
+def _stages(rows: int, head_dim: int, itemsize: int) -> int:
     """Slots are loaded a block before keys: of n stages, n // 2 hold keys and values."""
-    return 5 if head_dim * itemsize <= 256 else 3
+    return 5 if head_dim * itemsize <= 256 and rows != 64 else 3
 
 
 def tree_config(
@@ -430,7 +441,7 @@ def tree_config(
     rows = min(max(16, needed), _largest_tile(head_dim, itemsize))
     programs = batch * kv_heads * triton.cdiv(nodes * heads // kv_heads, rows)
     warps = 8 if rows > 64 or (rows == 64 and head_dim > 128) else 4
-    return Config(rows, programs >= PROGRAMS, warps, _stages(head_dim, itemsize))
+    return Config(rows, programs >= PROGRAMS, warps, _stages(rows, head_dim, itemsize))
 
 
 def num_parts(positions: int) -> int:
@@ -485,9 +496,11 @@ def exact_tree_attention(
     sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
-    _tree_kernel[(tiles * kv_heads, 1 if config.whole else parts, b)](
+    # and a program that writes keys and values, for each key head
+    _tree_kernel[(tiles * kv_heads, (1 if config.whole else parts) + 1, b)](
         *(q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
         *(scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), positions, T, parts),
+        NODES=max(2, triton.next_power_of_2(T)),
         WHOLE=config.whole,
         **_constants(q, pool_k, config),
     )
@@ -511,7 +524,7 @@ def prompt_config(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Co
     least = max(16, triton.next_power_of_2(heads // kv_heads))
     rows = max(least, _largest_tile(head_dim, itemsize))
     warps = 8 if rows >= 128 or head_dim > 128 else 4
-    return Config(rows, True, warps, _stages(head_dim, itemsize))
+    return Config(rows, True, warps, _stages(rows, head_dim, itemsize))
 
 
 def prompt_tiles(
