@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmark.kernels.bench_prefill import Inputs as PromptInputs
 from benchmark.lib.launches import Launch, Report, graph_us
 from benchmark.lib.verify_inputs import Inputs, Mode, bytes_moved
-from mamba_eagle.kernels.recurrence import gluon, gluon_prompts
+from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, gluon_staged
 from mamba_eagle.kernels.recurrence.gluon_prompts import Config
 
 STEPS = tuple(
@@ -32,8 +32,8 @@ CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (16, 1), (16, 2)
 def steps(inputs: Inputs, tile: int | None = None) -> list[Launch]:
     def launch(layer: int) -> Tensor:
         rows, weights = inputs.buffers[layer], (inputs.C, inputs.A, inputs.D)
-        at = (inputs.state[layer], inputs.step, inputs.sizes, tile)
-        return gluon.tree_verify(rows, *weights, *at)
+        given = (rows, *weights, inputs.state[layer], inputs.step, inputs.sizes)
+        return gluon.tree_verify(*given, tile) if tile else gluon_staged.tree_verify(*given)
 
     return [partial(launch, layer) for layer in range(len(inputs.state))]
 

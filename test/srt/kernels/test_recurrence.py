@@ -24,7 +24,7 @@ from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, naive
+from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, gluon_staged, naive
 from mamba_eagle.kernels.recurrence.gluon_prompts import Config
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
@@ -33,7 +33,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
-TILES = (4, 8, 16)
+TILES = (4, 8, 16)  # of the kernel whose programs are warps
 CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (8, 2), (16, 1), (16, 4))), None)
 NARROW = Sizes(8, 64, 2, 64)
 WIDE = Sizes(4, 128, 1, 256)
@@ -194,6 +194,8 @@ class Server:
                     source = self.batch + i if request.end else i
                     spans.append(Span(i, request.end, request.end + count, source, save))
                     request.end += count
+            if not spans:
+                continue
             config = CONFIGS[self.draw.below(len(CONFIGS))]
             for span, y in zip(spans, scan(self.tokens, self.sizes, spans, self.state, config)):
                 assert same(y, self.wanted[span.sequence, span.begin : span.end]), (config, span)
@@ -247,11 +249,15 @@ class Server:
             tree, who[:, 0], self.batch + who[:, 0], table, journal, tuple(lengths),
             fold=tuple(folds) if any(folds) else None,
         )  # fmt: skip
-        y = gluon.tree_verify(
+        given = (
             RowBuffers(self.xB, self.dt, self.dt * float("nan")),
             self.tokens.C[source].contiguous(), self.tokens.A, self.tokens.D, self.state, layout,
-            self.sizes, TILES[self.draw.below(len(TILES))],
+            self.sizes,
         )  # fmt: skip
+        if self.draw.below(2):
+            y = gluon_staged.tree_verify(*given)
+        else:
+            y = gluon.tree_verify(*given, TILES[self.draw.below(len(TILES))])
         return y.view(len(running), T, -1)
 
     def journals(self, who: list[int]) -> tuple[list[int], Tensor]:

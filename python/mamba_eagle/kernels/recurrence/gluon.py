@@ -63,22 +63,23 @@ def _lowest(mask):
 
 
 @gluon.jit
-def _bit(node, BITS: gl.constexpr):
+def bit(node, BITS: gl.constexpr):
+    """The bit of a node in masks of BITS."""
     return gl.full([], 1, BITS) << node.to(BITS)
 
 
 @gluon.jit
-def _leaves(ancestors, T, BITS: gl.constexpr):
+def leaves_of(ancestors, T, BITS: gl.constexpr, WARPS: gl.constexpr):
     """Nodes without children, as bits."""
     NODES: gl.constexpr = BITS.primitive_bitwidth
-    node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [1], [0]))
+    node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [WARPS], [0]))
     own = gl.full([NODES], 1, BITS, node.type.layout) << node.to(BITS)
     bits = gl.load(ancestors + node, mask=node < T, other=0).to(BITS)
     return ~gl.reduce_or(gl.where(node < T, bits & ~own, own), 0)
 
 
 @gluon.jit
-def _next_node(ancestors, path, leaves, BITS: gl.constexpr):
+def next_node(ancestors, path, leaves, BITS: gl.constexpr):
     """The next node of the walk, or a negative number; what is left of its path and of the leaves;
     whether its path begins."""
     begins = path == 0
@@ -159,15 +160,15 @@ def _verify_kernel(
         after_root.store(S)
         ancestors += request * T
         done = gl.full([], 1, BITS)
-        leaves = _leaves(ancestors, T, BITS)
-        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
+        leaves = leaves_of(ancestors, T, BITS, 1)
+        node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
         x, B, step = _row(inputs, gl.load(rows + node), BY)
         C_node = gl.load(C_at + node * (G * N // PER_LOAD))
         while node >= 0:
             S = after_root.load(layout)
             begins = node < 0
             while not begins:
-                later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
+                later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
                 asked = gl.maximum(later, 0)
                 next_x, next_B, next_step = _row(inputs, gl.load(rows + asked), BY)
                 next_C = gl.load(C_at + asked * (G * N // PER_LOAD))
@@ -175,7 +176,7 @@ def _verify_kernel(
                 if ((done >> node.to(BITS)) & 1) == 0:
                     out = output(S, C_node, x, skip)
                     gl.store(y + node * (H * P) + channel, out.to(y.dtype.element_ty))
-                done |= _bit(node, BITS)
+                done |= bit(node, BITS)
                 x, B, step, C_node, node = next_x, next_B, next_step, next_C, later
 
 
@@ -237,6 +238,13 @@ def check_sizes(sizes: Sizes, state: Tensor) -> None:
         raise ValueError(f"a state in {state.dtype}: exact bits need float32")
 
 
+def mask_type(nodes: int) -> gl.dtype | None:
+    """Integers with a bit for each node of a tree; None for one node, which needs none."""
+    if nodes == 1:
+        return None
+    return gl.int32 if nodes < 32 else gl.int64
+
+
 def choose_tile(channels: int, state_size: int) -> int:
     """Channels per program, of all ``channels`` of a launch: 64 numbers of the state in a thread
     where there are enough programs to fill a GPU, else 32."""
@@ -287,7 +295,7 @@ def tree_verify(
         G=G,
         N=N,
         TILE=tile,
-        BITS=None if T == 1 else gl.int32 if T < 32 else gl.int64,
+        BITS=mask_type(T),
         num_warps=1,
         **overlapping(C.device),
     )

@@ -22,9 +22,11 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     LOG2_E,
     advance,
     as_loaded,
+    barrier,
     loads_layout,
     numbers_per_load,
     output,
+    shared_row,
     tile_layout,
 )
 from mamba_eagle.kernels.tree_verify.layout import Sizes
@@ -43,9 +45,6 @@ class Config(NamedTuple):
 
 # renamed after Triton 3.6
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_shared = gl.shared_memory_descriptor
-_reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -71,14 +70,6 @@ def _chunk(buffers, stage, reads, at, end, copied: gl.constexpr, REST: gl.conste
 
 
 @gluon.jit
-def _of_token(buffer, index, layout: gl.constexpr):
-    """Token ``index`` of a buffer [2, CHUNK, elements]."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = _reinterpret(buffer, buffer.dtype, [2 * CHUNK, buffer.shape[2]], flat)
-    return rows.index(index).load(layout)
-
-
-@gluon.jit
 def _steps(dt, stride, left):
     """dt of the next UNROLLED tokens, if there are as many."""
     steps = ()
@@ -94,9 +85,9 @@ def _tile_token(S, x, given, y, index, step):
     layout: gl.constexpr = S.type.layout
     by_channel: gl.constexpr = gl.SliceLayout(1, layout)
     numbers: gl.constexpr = loads_layout(layout, S.shape[1] // buffers[1].shape[2])
-    x = _of_token(x, index, by_channel)
-    S = advance(S, x, _of_token(buffers[1], index, numbers), step, rate)
-    out = output(S, _of_token(buffers[2], index, numbers), x, skip)
+    x = shared_row(x, index, by_channel)
+    S = advance(S, x, shared_row(buffers[1], index, numbers), step, rate)
+    out = output(S, shared_row(buffers[2], index, numbers), x, skip)
     gl.store(y + gl.arange(0, S.shape[0], by_channel), out.to(y.dtype.element_ty))
     return S
 
@@ -213,7 +204,7 @@ def _scan_kernel(
         for at in range(begin, end, CHUNK):
             _chunk(buffers, 1 - stage, reads, at + CHUNK, end, copied, REST)
             async_copy.wait_group(1)
-            _barrier()
+            barrier()
             count = gl.minimum(CHUNK, end - at)
             many = count // UNROLLED * UNROLLED
             given = (buffers, rate, skip)
@@ -230,7 +221,7 @@ def _scan_kernel(
             for token in range(many, count):
                 step, out_at = gl.load(dt_at + token * dt_token), y_at + token * (H * P)
                 S, S_rest = _token(S, S_rest, given, out_at, index + token, step, REST)
-            _barrier()
+            barrier()
             stage = 1 - stage
         if slot >= 0:
             _store_state(state, slot, state_stride, S)

@@ -17,6 +17,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+_shared = gl.shared_memory_descriptor
+# renamed after Triton 3.6
+_reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 CHAIN = gl.constexpr(8)
 THREADS = gl.constexpr(8)  # of a warp across the N numbers of a channel
 ROWS = gl.constexpr(4)  # of a warp across channels
@@ -63,15 +68,36 @@ def _numbers(loaded, layout: gl.constexpr):
 
 
 @gluon.jit
+def decay_of(dt, rate):
+    """rate: A · log2 e."""
+    return gl.exp2(dt * rate)
+
+
+@gluon.jit
+def fed(x, dt):
+    """What a channel adds to its numbers, but for B."""
+    return x.to(gl.float32) * dt
+
+
+@gluon.jit
+def stepped(S, decay, dtx, B):
+    """The state after a token. S: [TILE, N]; decay: a scalar or [1]; dtx: [TILE]; B: [1, N]."""
+    layout: gl.constexpr = S.type.layout
+    if decay.type.is_block():
+        decay, _ = gl.broadcast(decay[:, None], S)
+    else:
+        decay = gl.full(S.shape, decay, gl.float32, layout)
+    return gl.fma(decay, S, dtx[:, None] * B)
+
+
+@gluon.jit
 def advance(S, x, B, dt, rate):
     """The state after a token.
 
-    S: [TILE, N]; x: [TILE]; B: as loaded; dt, rate (A · log2 e): scalars.
+    S: [TILE, N]; x: [TILE]; B: as loaded; dt, rate: scalars.
     """
     layout: gl.constexpr = S.type.layout
-    decay = gl.full(S.shape, gl.exp2(dt * rate), gl.float32, layout)
-    added = (x.to(gl.float32) * dt)[:, None] * _numbers(B, layout)
-    return gl.fma(decay, S, added)
+    return stepped(S, decay_of(dt, rate), fed(x, dt), _numbers(B, layout))
 
 
 @gluon.jit
@@ -82,10 +108,16 @@ def _first(a, b):
 @gluon.jit
 def output(S, C, x, skip):
     """y: [TILE], laid out as x. S: [TILE, N]; C: as loaded; x: [TILE]; skip: D."""
+    layout: gl.constexpr = S.type.layout
+    return output_of(S, _numbers(C, layout), x.to(gl.float32), skip)
+
+
+@gluon.jit
+def output_of(S, C, x, skip):
+    """The same with C [1, N] and x in float32."""
     TILE: gl.constexpr = S.shape[0]
     N: gl.constexpr = S.shape[1]
-    layout: gl.constexpr = S.type.layout
-    S, C = gl.broadcast(S, _numbers(C, layout))
+    S, C = gl.broadcast(S, C)
     # Of a chain's eight results only the first is written, and only it is read.
     chains = gl.inline_asm_elementwise(
         """{
@@ -107,4 +139,13 @@ def output(S, C, x, skip):
     )
     sums = gl.reduce(chains.reshape([TILE, N // 8, 8]), 2, _first)
     total = gl.convert_layout(gl.sum(sums, 1), x.type.layout)
-    return gl.fma(gl.full(x.shape, skip, gl.float32, x.type.layout), x.to(gl.float32), total)
+    return gl.fma(gl.full(x.shape, skip, gl.float32, x.type.layout), x, total)
+
+
+@gluon.jit
+def shared_row(buffer, index, layout: gl.constexpr):
+    """Row ``index`` of a buffer of shared memory, [..., elements]."""
+    elements: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows = _reinterpret(buffer, buffer.dtype, [buffer.numel // elements, elements], flat)
+    return rows.index(index).load(layout)
