@@ -4,6 +4,8 @@ rank with and samplers draw with, in the form that runs everywhere. Shapes: as i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
@@ -16,8 +18,26 @@ from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at n places: of c tokens each, and of the best ones."""
+
+    logprob: Tensor  # [n, c] float32
+    top_values: Tensor  # [n, top] float32, best first
+    top_ids: Tensor  # [n, top] int64
+
+
 class TokenOps:
     """In torch."""
+
+    # ── what a reply tells ──
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        """Log-probabilities of tokens [n, c] int64 and of the ``top`` best ones, from raw logits
+        [n, V] of any float dtype."""
+        logits = logits.float()
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        values, ids = logits.topk(top, dim=-1)
+        return TokenLogprobs(logits.gather(1, tokens) - total, values - total, ids)
 
     # ── ranking, for drafters ──
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.top_parts.torch import LOW_BITS, score_of
 from mamba_eagle.parallel.groups import ALONE, Group
@@ -20,11 +21,9 @@ from mamba_eagle.runner.sampler import (
     CHOICES,
     Requests,
     Scored,
-    TokenLogprobs,
     apply,
     nodes_of,
     sample_in_kernels,
-    token_logprobs,
 )
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree
@@ -89,8 +88,8 @@ class Chooser:
         return self.state.backend.mask_logits(logits, rows, masks)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-        """``sampler.token_logprobs`` of logits [n, V], or of a rank's columns of these."""
-        return token_logprobs(logits, tokens, top)
+        """``Backend.token_logprobs`` of logits [n, V], or of a rank's columns of these."""
+        return self.state.backend.token_logprobs(logits, tokens, top)
 
     def agree(self, tree: Tree) -> Tree:
         """The trees that all ranks verify, from those that each has drafted."""

@@ -195,20 +195,3 @@ def sample_in_kernels(
     """The same rule with no decision on the host: a graph may capture it. slots: [b] int64."""
     assert state.tables is not None
     return state.backend.sample_nodes(logits, nodes_of(slots, positions, tree), state.tables)
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at n places: of c tokens each, and of the best ones."""
-
-    logprob: Tensor  # [n, c] float32
-    top_values: Tensor  # [n, top] float32, best first
-    top_ids: Tensor  # [n, top] int64
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-    """Log-probabilities of tokens [n, c] int64 and of the ``top`` best ones, from raw logits
-    [n, V] of any float dtype."""
-    logits = logits.float()
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    values, ids = logits.topk(top, dim=-1)
-    return TokenLogprobs(logits.gather(1, tokens) - total, values - total, ids)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting.base import (
@@ -34,7 +35,7 @@ from mamba_eagle.parallel.stages import RECURRENT, Weights, balanced, given_prob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
-from mamba_eagle.runner.sampler import Scored, TokenLogprobs
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, empty_trees
 

@@ -17,10 +17,12 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
 from mamba_eagle.backend.triton.exact_products import ExactOps
+from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, RecurrenceConfig
 
@@ -96,3 +98,14 @@ class ExactBackend(TritonBackend):
     ) -> SavedJournals:
         kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        """Sums and the order of equal ones are the kernel's, which sees one row."""
+        logits = logits.float()
+        best = self.top_log_probs(logits, min(max(top, 1), MAX_TOP))
+        ids = best.tokens.clamp(0, logits.shape[1] - 1)  # where logits are not finite, none is best
+        total = logits.gather(1, ids[:, :1]) - best.log_probs[:, :1]
+        values = logits.gather(1, ids[:, :top])
+        if top > MAX_TOP:
+            values, ids = logits.topk(top, dim=-1)
+        return TokenLogprobs(logits.gather(1, tokens) - total, values - total, ids[:, :top])

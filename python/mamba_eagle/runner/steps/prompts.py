@@ -15,11 +15,12 @@ from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, prompt_of, start_finished
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.sampler import Scored, TokenLogprobs
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps import routing
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
