@@ -29,7 +29,7 @@ from mamba_eagle.kernels.triton_math import exact_dot, previous_done, rounded_pr
 
 LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
 SHORT = tl.constexpr(256)  # positions of the first parts
-DOUBLINGS = tl.constexpr(12)  # of a part's size: up to position 2**25
+DOUBLINGS = tl.constexpr(12)  # of a part's size: up to position 2**24
 PROGRAMS = 128  # of a tree's launch, from which on each takes whole prefixes
 JOINED = 512  # outputs of a program of _join_kernel
 JOINED_AT_ONCE = 8  # parts
