@@ -251,18 +251,6 @@ def _tree_kernel(
     in_slot = kv_head * D + d
 
     previous_done(OVERLAP)
-    if part == tl.num_programs(1) - 1:
-        if first_row == 0:
-            new = tl.arange(0, NODES)
-            is_new = new < T
-            slot = tl.load(own + request * T + new, mask=is_new, other=0).to(tl.int64)
-            in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
-            new, is_new = (request * T + new)[:, None], is_new[:, None] & in_head
-            key = tl.load(k + new * k_stride + in_slot, mask=is_new, other=0.0)
-            value = tl.load(v + new * v_stride + in_slot, mask=is_new, other=0.0)
-            tl.store(pool_k + in_pool, key, mask=is_new)
-            tl.store(pool_v + in_pool, value, mask=is_new)
-        return
     length = tl.load(prefix + request).to(tl.int32)
     if WHOLE:
         start, end = tl.zeros([], tl.int32), length + T
@@ -314,6 +302,16 @@ def _tree_kernel(
         visible = ((other >= 0) & (bit != 0)) | (at < length)[None, :]
         sums = _block(query, key, value, visible & (mine == page), scale, sums, PRECISION)
 
+    if (first_row == 0) & (start == root) & (root < end):  # others read k and v, not the pool
+        new = tl.arange(0, NODES)
+        is_new = new < T
+        slot = tl.load(own + request * T + new, mask=is_new, other=0).to(tl.int64)
+        in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
+        new, is_new = (request * T + new)[:, None], is_new[:, None] & in_head
+        key = tl.load(k + new * k_stride + in_slot, mask=is_new, other=0.0)
+        value = tl.load(v + new * v_stride + in_slot, mask=is_new, other=0.0)
+        tl.store(pool_k + in_pool, key, mask=is_new)
+        tl.store(pool_v + in_pool, value, mask=is_new)
     if WHOLE:
         _, total, acc = _join(joined, sums)
         at = ((request * T + node) * HEADS + head)[:, None] * D + d
@@ -479,8 +477,7 @@ def exact_tree_attention(
     sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(rows // kv_heads, config.rows)
-    # and a program that writes keys and values, for each key head
-    _tree_kernel[(tiles * kv_heads, (1 if config.whole else parts) + 1, b)](
+    _tree_kernel[(tiles * kv_heads, 1 if config.whole else parts, b)](
         *(q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
         *(scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), positions, T, parts),
         NODES=max(2, triton.next_power_of_2(T)),
