@@ -24,6 +24,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     in_state,
     prepare,
     read_layout,
+    store_numbers,
     tile_feed,
     tile_layout,
     write_output,
@@ -72,7 +73,7 @@ def _chunk(raw, reads, stage, at, end, REST: gl.constexpr, num_warps: gl.constex
 @gluon.jit
 def _widen(raw, stage, buffer, num_warps: gl.constexpr):
     layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
-    buffer.store(raw.index(stage).load(layout).to(gl.float32))
+    store_numbers(buffer, raw.index(stage).load(layout))
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ in shared memory, prepared once for all of a program's warps: a *feed*, which is
 
     dtx [rows, TILE]   x [rows, TILE]   decays [rows, 1]   B [rows, N]   C [rows, N]
 
-in float32. A token is a row, but x and C may be those of other rows. The two tiles of a program
+in float32, B and C by ``store_numbers``. A token is a row, but x and C may be those of other rows. The two tiles of a program
 share B and C.
 """
 
@@ -87,12 +87,37 @@ def _row(buffer, index, layout: gl.constexpr):
 
 
 @gluon.jit
+def store_numbers(buffer, v):
+    """B or C of rows, [rows, N], to be read by ``_numbers``.
+
+    A thread reads 8 consecutive numbers as two times 16 bytes. So that eight threads read 128 bytes
+    in a row, which takes no bank of shared memory twice, first halves lie before second ones.
+    """
+    ROWS: gl.constexpr = v.shape[0]
+    N: gl.constexpr = v.shape[1]
+    ACROSS: gl.constexpr = 8 if N >= 64 else N // 8
+    v = v.to(gl.float32).reshape([ROWS, N // (8 * ACROSS), ACROSS, 2, 4])
+    buffer.store(v.permute([0, 1, 3, 2, 4]).reshape([ROWS, N]))
+
+
+@gluon.jit
+def _numbers(buffer, row, layout: gl.constexpr):
+    """[1, N] for tiles of this layout."""
+    N: gl.constexpr = buffer.shape[1]
+    ACROSS: gl.constexpr = 8 if N >= 64 else N // 8
+    halves: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], layout.warps_per_cta, [1, 0])
+    v = _row(buffer, row, gl.SliceLayout(0, halves)).reshape([N // (8 * ACROSS), 2, ACROSS, 4])
+    v = v.permute([0, 2, 1, 3]).reshape([N])
+    return gl.convert_layout(v, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
+
+
+@gluon.jit
 def advance(S, feed, row):
     """The state after the token in ``row``."""
     layout: gl.constexpr = S.type.layout
     by_channel: gl.constexpr = gl.SliceLayout(1, layout)
     decay, dtx = _row(feed[2], row, by_channel), _row(feed[0], row, by_channel)
-    return stepped(S, decay[:, None], dtx, _row(feed[3], row, gl.SliceLayout(0, layout))[None, :])
+    return stepped(S, decay[:, None], dtx, _numbers(feed[3], row, layout))
 
 
 @gluon.jit
@@ -108,7 +133,7 @@ def write_output(S, feed, row, skip, y):
     layout: gl.constexpr = S.type.layout
     by_channel: gl.constexpr = gl.SliceLayout(1, layout)
     x = _row(feed[1], row, by_channel)
-    S, C = gl.broadcast(S, _row(feed[4], row, gl.SliceLayout(0, layout))[None, :])
+    S, C = gl.broadcast(S, _numbers(feed[4], row, layout))
     # Of a chain's eight results only the first is written, and only it is read.
     chains = gl.inline_asm_elementwise(
         """{

@@ -24,6 +24,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     in_state,
     prepare,
     read_layout,
+    store_numbers,
     tile_feed,
     tile_layout,
     write_output,
@@ -42,7 +43,7 @@ def _prepare_B(buffer, tables, B, WIDTH: gl.constexpr, num_warps: gl.constexpr):
     n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
     row, valid = _rows(tables, buffer.shape[0], layout)
     own = gl.load(B + (row * WIDTH)[:, None] + n[None, :], mask=valid[:, None], other=0.0)
-    buffer.store(own.to(gl.float32))
+    store_numbers(buffer, own)
 
 
 @gluon.jit
@@ -52,7 +53,7 @@ def _prepare_C(buffer, T, C, WIDTH: gl.constexpr, num_warps: gl.constexpr):
     n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
     node = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
     at = C + (node * WIDTH)[:, None] + n[None, :]
-    buffer.store(gl.load(at, mask=(node < T)[:, None], other=0.0).to(gl.float32))
+    store_numbers(buffer, gl.load(at, mask=(node < T)[:, None], other=0.0))
 
 
 @gluon.jit
