@@ -14,8 +14,8 @@ in shared memory, prepared once for all of a program's warps: a *feed*, which is
 
     dtx [rows, TILE]   x [rows, TILE]   decays [rows, 1]   B [rows, N]   C [rows, N]
 
-in float32, B and C by ``store_numbers``. A token is a row, but x and C may be those of other rows. The two tiles of a program
-share B and C.
+in float32, B and C by ``store_numbers``. A token is a row, but x and C may be those of other rows.
+The two tiles of a program share B and C.
 """
 
 from __future__ import annotations
@@ -95,20 +95,24 @@ def store_numbers(buffer, v):
     """
     ROWS: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
-    ACROSS: gl.constexpr = 8 if N >= 64 else N // 8
-    v = v.to(gl.float32).reshape([ROWS, N // (8 * ACROSS), ACROSS, 2, 4])
-    buffer.store(v.permute([0, 1, 3, 2, 4]).reshape([ROWS, N]))
+    v = v.to(gl.float32)
+    if N >= 64:
+        v = v.reshape([ROWS, N // 64, 8, 2, 4]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
+    buffer.store(v)
 
 
 @gluon.jit
 def _numbers(buffer, row, layout: gl.constexpr):
     """[1, N] for tiles of this layout."""
     N: gl.constexpr = buffer.shape[1]
-    ACROSS: gl.constexpr = 8 if N >= 64 else N // 8
-    halves: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], layout.warps_per_cta, [1, 0])
-    v = _row(buffer, row, gl.SliceLayout(0, halves)).reshape([N // (8 * ACROSS), 2, ACROSS, 4])
-    v = v.permute([0, 2, 1, 3]).reshape([N])
-    return gl.convert_layout(v, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
+    by_number: gl.constexpr = gl.SliceLayout(0, layout)
+    if N < 64:
+        return _row(buffer, row, by_number)[None, :]
+    else:
+        halves: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], layout.warps_per_cta, [1, 0])
+        v = _row(buffer, row, gl.SliceLayout(0, halves)).reshape([N // 64, 2, 8, 4])
+        v = v.permute([0, 2, 1, 3]).reshape([N])
+        return gl.convert_layout(v, by_number, assert_trivial=True)[None, :]
 
 
 @gluon.jit
