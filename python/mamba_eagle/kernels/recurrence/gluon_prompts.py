@@ -2,8 +2,8 @@
 
 A program walks over the tokens of a request with channels of one head, if possible all of them:
 then an H100 has a head per multiprocessor for a single prompt of Nemotron-Nano-9B-v2. 80 channels
-are a tile of 64 and one of 16, for which B and C are read and widened once. What the next CHUNK
-tokens feed in is copied to shared memory while it works on these.
+are a tile of 64 and one of 16, for which B and C are read once. The inputs of the next CHUNK tokens
+are copied to shared memory while it works on these; then they become a feed (gluon_step.py).
 """
 
 from __future__ import annotations
