@@ -65,11 +65,8 @@ def tree_configs(inputs: Inputs) -> Iterator[tuple[str, list[Launch]]]:
     rest = (inputs.lengths, inputs.own, inputs.own, inputs.ancestors)
     exact = ExactTreeAttention(inputs.pool, TreeNodes(inputs.table, inputs.slots, *rest))
     usual = tree_config(inputs.batch, inputs.mode.nodes, *HEADS, 2)
-    for whole, stages, join in (
-        *((False, 3, 1), (False, 5, 1)),
-        *((True, 3, 1), (True, 5, 1), (True, 3, 2)),
-    ):
-        config = usual._replace(whole=whole, stages=stages, join=join)
+    for whole, stages in itertools.product((False, True), (3, 5)):
+        config = usual._replace(whole=whole, stages=stages)
         mark = " (usual)" if config == usual else ""
         launch = partial(tree_launch, inputs, exact, config)
         label = f"{'/'.join(map(str, config))}{mark}"
@@ -111,10 +108,8 @@ class Prompts:
 
     def configs(self) -> Iterator[tuple[str, list[Launch]]]:
         usual = prompt_config(*HEADS, 2)
-        for (rows, warps, stages), join in itertools.product(
-            ((128, 8, 3), (128, 8, 5), (64, 4, 3)), (1, 2)
-        ):
-            config = Config(rows, True, warps, stages, join)
+        for rows, warps, stages in ((128, 8, 3), (128, 8, 5), (64, 4, 3)):
+            config = Config(rows, True, warps, stages)
             tiles = prompt_tiles(self.spans, rows * HEADS[1] // HEADS[0])
             sent = torch.tensor(tiles, dtype=torch.int32, device="cuda")
             mark = " (usual)" if config == usual else ""

@@ -18,31 +18,30 @@ from torch import Tensor
 from benchmark.kernels.bench_prefill import Inputs as PromptInputs
 from benchmark.lib.launches import Launch, Report, graph_us
 from benchmark.lib.verify_inputs import Inputs, Mode, bytes_moved
-from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, gluon_staged
-from mamba_eagle.kernels.recurrence.gluon_prompts import Config
+from mamba_eagle.kernels.recurrence import gluon_prompts, gluon_verify
+from mamba_eagle.kernels.recurrence.layout import Tiles
 
 STEPS = tuple(
     itertools.product((1, 8, 16), (None, 1), (1, 8, 32))
 )  # nodes, share that folds, batch
 PROMPTS = {"1x2048": [2048], "32x256": [256] * 32, "1x8192": [8192]}
-TILES = (4, 8, 16)
-CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (16, 1), (16, 2), (16, 4))),)
+TILES = tuple(Tiles(tile, 0, warps) for tile, warps in ((8, 1), (16, 1), (16, 2), (16, 4)))
 
 
-def steps(inputs: Inputs, tile: int | None = None) -> list[Launch]:
+def steps(inputs: Inputs, tiles: Tiles | None = None) -> list[Launch]:
     def launch(layer: int) -> Tensor:
         rows, weights = inputs.buffers[layer], (inputs.C, inputs.A, inputs.D)
         given = (rows, *weights, inputs.state[layer], inputs.step, inputs.sizes)
-        return gluon.tree_verify(*given, tile) if tile else gluon_staged.tree_verify(*given)
+        return gluon_verify.tree_verify(*given, tiles)
 
     return [partial(launch, layer) for layer in range(len(inputs.state))]
 
 
-def prompts(inputs: PromptInputs, config: Config | None = None) -> list[Launch]:
+def prompts(inputs: PromptInputs, tiles: Tiles | None = None) -> list[Launch]:
     plan, launches = inputs.plan(), []
     for layer in range(len(inputs.state)):
         x, dt, B, C = inputs.convolved(layer, plan)
-        args = (x, dt, inputs.A, B, C, inputs.D, inputs.state[layer], plan, config)
+        args = (x, dt, inputs.A, B, C, inputs.D, inputs.state[layer], plan, tiles)
         launches.append(partial(gluon_prompts.scan, *args))
     return launches
 
@@ -54,23 +53,23 @@ def report(output: str | None, sweeping: bool) -> None:
         inputs, fields = Inputs(batch, mode), {"nodes": nodes, "fold": share, "batch": batch}
         label = f"{nodes} nodes{', fold' if share else ''} {batch}"
         dual = graph_us(inputs.verify())
-        for tile in (None, *TILES) if sweeping else (None,):
-            us = graph_us(steps(inputs, tile))
+        for tiles in (None, *TILES) if sweeping else (None,):
+            us = graph_us(steps(inputs, tiles))
             note = f"{us / dual:.2f} of the dual form's {dual:.1f}"
             found.add(
-                f"{label} {tile or ''}", "kernel_exact_verify_us", us, bytes_moved(batch, mode),
-                note=note, dual_us=dual, tile=tile, **fields,
+                f"{label} {tuple(tiles or ())}", "kernel_exact_verify_us", us,
+                bytes_moved(batch, mode), note=note, dual_us=dual, tiles=tiles, **fields,
             )  # fmt: skip
         del inputs
     for name, lengths in PROMPTS.items():
         prompt = PromptInputs(lengths)
         dual = graph_us(prompt.scan(), 3)
-        for config in (None, *CONFIGS) if sweeping else (None,):
-            us = graph_us(prompts(prompt, config), 3)
+        for tiles in (None, *TILES) if sweeping else (None,):
+            us = graph_us(prompts(prompt, tiles), 3)
             note = f"{us / dual:.2f} of the dual form's {dual:.1f}"
             found.add(
-                f"{name} {tuple(config or ())}", "kernel_exact_scan_us", us, prompt.scan_bytes,
-                note=note, dual_us=dual, config=config, mode=name,
+                f"{name} {tuple(tiles or ())}", "kernel_exact_scan_us", us, prompt.scan_bytes,
+                note=note, dual_us=dual, tiles=tiles, mode=name,
             )  # fmt: skip
         del prompt
 

@@ -266,11 +266,18 @@ def test_pages_hold_whole_paths_in_their_steps() -> None:
                         assert prefix // 64 * 64 + column >= prefix
 
 
-def test_keys_of_8_bits_are_refused() -> None:
+@runs_kernels
+def test_what_has_other_bits_is_refused() -> None:
     world = World()
-    keys = world.pool.k[0].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="at most 64"):
+        world.trees([world.text(1)], [world.text(65)], [[0] * 65])
+    world.pool.k = world.pool.k.to(torch.float8_e4m3fn)
+    text = world.text(1)
+    config = kernels.prompt_config(*world.shape, 4)
     with pytest.raises(ValueError, match="--kv-cache-dtype"):
-        kernels._check(world.text(1).q, keys)
+        kernels.exact_prompt_attention(
+            text.q.float(), world.pool.k[0], world.pool.v[0], text.q, text.q, 0.3, config
+        )
 
 
 # ── on a GPU, to the bit ──

@@ -24,8 +24,8 @@ from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.recurrence import gluon, gluon_prompts, gluon_staged, naive
-from mamba_eagle.kernels.recurrence.gluon_prompts import Config
+from mamba_eagle.kernels.recurrence import gluon_fold, gluon_prompts, gluon_verify, naive
+from mamba_eagle.kernels.recurrence.layout import Tiles
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.message import FirstChunk, JournalPart, PrefillItem, StateSave
@@ -33,8 +33,8 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
-TILES = (4, 8, 16)  # of the kernel whose programs are warps
-CONFIGS = (*(Config(tile, 0, warps) for tile, warps in ((8, 1), (8, 2), (16, 1), (16, 4))), None)
+TILES = (None, *(Tiles(tile, 0, warps) for tile, warps in ((8, 1), (8, 2), (16, 1), (16, 4))))
+GARBAGE = 1e4  # in rows that must not be read
 NARROW = Sizes(8, 64, 2, 64)
 WIDE = Sizes(4, 128, 1, 256)
 
@@ -85,7 +85,7 @@ def scan(
     sizes: Sizes,
     spans: list[Span],
     state: Tensor,
-    config: Config | None = None,
+    tiles: Tiles | None = None,
 ) -> list[Tensor]:
     """The outputs of each span; states go to their slots."""
     H, P, G, N = sizes
@@ -101,7 +101,7 @@ def scan(
     x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
     dt = torch.empty(H, -(-first // 16) * 16, device=DEVICE)[:, :first].copy_(flat.dt.t()).t()
     plan = prefill_plan(prompts, partial(torch.tensor, device=DEVICE))
-    y = gluon_prompts.scan(x, dt, tokens.A, B, C, tokens.D, state, plan, config)
+    y = gluon_prompts.scan(x, dt, tokens.A, B, C, tokens.D, state, plan, tiles)
     return list(y.split([span.end - span.begin for span in spans]))
 
 
@@ -169,8 +169,8 @@ class Server:
         self.batch, self.length = tokens.dt.shape[:2]
         self.max_journal = max(20, 2 * nodes)
         b, self.W, dtype = self.batch, self.max_journal + nodes, tokens.x.dtype
-        self.xB = torch.full((b, self.W, H * P + G * N), 1e15, dtype=dtype, device=DEVICE)
-        self.dt = torch.full((b, self.W, H), 1e15, device=DEVICE)
+        self.xB = torch.full((b, self.W, H * P + G * N), GARBAGE, dtype=dtype, device=DEVICE)
+        self.dt = torch.full((b, self.W, H), GARBAGE, device=DEVICE)
         self.state = torch.zeros(2 * b, H, P, N, device=DEVICE)
         self.state[:b] = tokens.state
         spans = [Span(i, 0, self.length, i, ((self.length, b + i),)) for i in range(b)]
@@ -196,9 +196,9 @@ class Server:
                     request.end += count
             if not spans:
                 continue
-            config = CONFIGS[self.draw.below(len(CONFIGS))]
-            for span, y in zip(spans, scan(self.tokens, self.sizes, spans, self.state, config)):
-                assert same(y, self.wanted[span.sequence, span.begin : span.end]), (config, span)
+            tiles = TILES[self.draw.below(len(TILES))]
+            for span, y in zip(spans, scan(self.tokens, self.sizes, spans, self.state, tiles)):
+                assert same(y, self.wanted[span.sequence, span.begin : span.end]), (tiles, span)
         for i, request in enumerate(self.requests):
             if not request.end:
                 self.state[self.batch + i] = self.state[i]
@@ -249,15 +249,11 @@ class Server:
             tree, who[:, 0], self.batch + who[:, 0], table, journal, tuple(lengths),
             fold=tuple(folds) if any(folds) else None,
         )  # fmt: skip
-        given = (
+        y = gluon_verify.tree_verify(
             RowBuffers(self.xB, self.dt, self.dt * float("nan")),
             self.tokens.C[source].contiguous(), self.tokens.A, self.tokens.D, self.state, layout,
-            self.sizes,
+            self.sizes, TILES[self.draw.below(len(TILES))],
         )  # fmt: skip
-        if self.draw.below(2):
-            y = gluon_staged.tree_verify(*given)
-        else:
-            y = gluon.tree_verify(*given, TILES[self.draw.below(len(TILES))])
         return y.view(len(running), T, -1)
 
     def journals(self, who: list[int]) -> tuple[list[int], Tensor]:
@@ -273,7 +269,7 @@ class Server:
         kept = [self.draw.below(length + 1) for length in lengths]
         slots = torch.tensor(who)
         parts = (slots, self.batch + slots, journal, torch.tensor(kept))
-        gluon.fold_journals(
+        gluon_fold.fold_journals(
             RowBuffers(self.xB[None], self.dt[None], self.dt[None] * float("nan")),
             self.tokens.A[None], self.state[None], Folds(*(part.to(DEVICE) for part in parts)),
             self.sizes,

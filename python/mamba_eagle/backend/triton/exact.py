@@ -25,9 +25,10 @@ from mamba_eagle.kernels.causal_conv.triton_prefill import (
     prompt_steps,
 )
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.recurrence.gluon import check_sizes, fold_journals
+from mamba_eagle.kernels.recurrence.gluon_fold import fold_journals
 from mamba_eagle.kernels.recurrence.gluon_prompts import scan
-from mamba_eagle.kernels.recurrence.gluon_staged import tree_verify
+from mamba_eagle.kernels.recurrence.gluon_verify import tree_verify
+from mamba_eagle.kernels.recurrence.layout import check_sizes
 from mamba_eagle.kernels.tree_verify.layout import Folds, TreeLayout
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.message import JournalPart

@@ -26,10 +26,10 @@ class ExactTreeAttention:
     """Attention of tree nodes to the tokens before the root and to their ancestors."""
 
     def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
-        """nodes: at most 64 per tree."""
+        """Raises: ValueError if trees have more than 64 nodes."""
         self.pool = pool
         bits = nodes.ancestor_bits
-        masks = pack_paths(nodes.ancestors)[..., 0].contiguous() if bits is None else bits
+        masks = pack_paths(nodes.ancestors).flatten(1) if bits is None else bits.contiguous()
         self.sequences = (nodes.slot_table, nodes.slots.contiguous(), nodes.prefix)
         self.nodes = (nodes.kv_slots.contiguous(), masks, lay_out(masks, nodes.prefix))
 

@@ -23,14 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.exact_attention import naive
 from mamba_eagle.kernels.exact_attention.triton_pages import BLOCK, COLUMNS, Pages
 from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, rounded_product
 
-LOWEST = tl.constexpr(naive.LOWEST)
-SHORT = tl.constexpr(naive.SHORT)
-DOUBLINGS = tl.constexpr(12)  # of a part's size: up to position 2**25
+LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
+SHORT = tl.constexpr(256)  # positions of the first parts
+DOUBLINGS = tl.constexpr(12)  # of a part's size: up to position 2**24
 PROGRAMS = 128  # of a tree's launch, from which on each takes whole prefixes
 JOINED = 512  # outputs of a program of _join_kernel
 JOINED_AT_ONCE = 8  # parts
@@ -118,44 +117,37 @@ def _begin(begins, joined, sums):
 
 
 @triton.jit
-def _whole_blocks(
+def _blocks(
     query,
     pool_k,
     pool_v,
     table,
     start,
     end,
+    own,  # [M]: the last position that each row sees; None: all rows see all positions
     in_slot,
     in_head,
     scale,
     joined,
     sums,
     STRIDE: tl.constexpr,
-    JOIN: tl.constexpr,  # 0: they are of one part; 1: join parts in the loop, 2: around it
+    JOIN: tl.constexpr,  # where parts begin; else there is one
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The blocks of positions [start, end), which all rows see."""
-    if JOIN == 2:
-        while start < end:
-            joined = _join(joined, sums)
-            sums = _empty(sums[2].shape[0], sums[2].shape[1])
-            size, _ = _part_size(start)
-            stop = tl.minimum(start + size, end)
-            joined, sums = _whole_blocks(
-                *(query, pool_k, pool_v, table, start, stop, in_slot, in_head, scale),
-                *(joined, sums, STRIDE, 0, PRECISION, STAGES),
-            )
-            start = stop
-    else:
-        for first in tl.range(start, end, BLOCK, num_stages=STAGES):
-            if JOIN == 1:
-                joined, sums = _begin(_begins_part(first), joined, sums)
-            slot = tl.load(table + first + tl.arange(0, BLOCK))
-            at = slot.to(tl.int64)[:, None] * STRIDE + in_slot
-            key = tl.load(pool_k + at, mask=in_head, other=0.0)
-            value = tl.load(pool_v + at, mask=in_head, other=0.0)
-            sums = _block(query, key, value, None, scale, sums, PRECISION)
+    """The blocks of positions [start, end), of which the last one may be incomplete."""
+    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
+        if JOIN:
+            joined, sums = _begin(_begins_part(first), joined, sums)
+        at = first + tl.arange(0, BLOCK)
+        visible, seen = None, in_head
+        if own is not None:
+            visible, seen = at[None, :] <= own[:, None], seen & (at < end)[:, None]
+        slot = tl.load(table + tl.minimum(at, end - 1)).to(tl.int64)
+        in_pool = slot[:, None] * STRIDE + in_slot
+        key = tl.load(pool_k + in_pool, mask=seen, other=0.0)
+        value = tl.load(pool_v + in_pool, mask=seen, other=0.0)
+        sums = _block(query, key, value, visible, scale, sums, PRECISION)
     return joined, sums
 
 
@@ -175,7 +167,6 @@ def _prompt_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,  # D, padded
     ROWS: tl.constexpr,
-    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -199,20 +190,14 @@ def _prompt_kernel(
     in_slot = kv_head * D + d
     start, end = tl.zeros([], tl.int32), position + tokens
     seen_by_all = (position + 1) // BLOCK * BLOCK
-    joined, sums = _whole_blocks(
-        *(query, pool_k, pool_v, table, start, seen_by_all, in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, JOIN, PRECISION, STAGES),
+    joined, sums = _blocks(
+        *(query, pool_k, pool_v, table, start, seen_by_all, None, in_slot, in_head, scale),
+        *(joined, sums, KV_HEADS * D, True, PRECISION, STAGES),
     )
-    for first in tl.range(seen_by_all, end, BLOCK, num_stages=STAGES):
-        joined, sums = _begin(_begins_part(first), joined, sums)
-        at = first + tl.arange(0, BLOCK)
-        slot = tl.load(table + at, mask=at < end, other=0).to(tl.int64)
-        in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
-        seen = (at < end)[:, None] & in_head
-        key = tl.load(pool_k + in_pool, mask=seen, other=0.0)
-        value = tl.load(pool_v + in_pool, mask=seen, other=0.0)
-        visible = at[None, :] <= own[:, None]
-        sums = _block(query, key, value, visible, scale, sums, PRECISION)
+    joined, sums = _blocks(
+        *(query, pool_k, pool_v, table, seen_by_all, end, own, in_slot, in_head, scale),
+        *(joined, sums, KV_HEADS * D, True, PRECISION, STAGES),
+    )
     _, total, acc = _join(joined, sums)
     result = acc / tl.max(total, 1)[:, None]
     tl.store(out + (token * (KV_HEADS * GROUP) + head) * D + d, result, mask=is_row)
@@ -251,7 +236,6 @@ def _tree_kernel(
     NODES: tl.constexpr,  # T, padded
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # a program takes all parts
-    JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -267,18 +251,6 @@ def _tree_kernel(
     in_slot = kv_head * D + d
 
     previous_done(OVERLAP)
-    if part == tl.num_programs(1) - 1:
-        if first_row == 0:
-            new = tl.arange(0, NODES)
-            is_new = new < T
-            slot = tl.load(own + request * T + new, mask=is_new, other=0).to(tl.int64)
-            in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
-            new, is_new = (request * T + new)[:, None], is_new[:, None] & in_head
-            key = tl.load(k + new * k_stride + in_slot, mask=is_new, other=0.0)
-            value = tl.load(v + new * v_stride + in_slot, mask=is_new, other=0.0)
-            tl.store(pool_k + in_pool, key, mask=is_new)
-            tl.store(pool_v + in_pool, value, mask=is_new)
-        return
     length = tl.load(prefix + request).to(tl.int32)
     if WHOLE:
         start, end = tl.zeros([], tl.int32), length + T
@@ -300,9 +272,10 @@ def _tree_kernel(
 
     joined, sums = _empty(ROWS, DP), _empty(ROWS, DP)
     root = length // BLOCK * BLOCK
-    joined, sums = _whole_blocks(
-        *(query, pool_k, pool_v, table, start, tl.minimum(root, end), in_slot, in_head, scale),
-        *(joined, sums, KV_HEADS * D, JOIN if WHOLE else 0, PRECISION, STAGES),
+    before = tl.minimum(root, end)
+    joined, sums = _blocks(
+        *(query, pool_k, pool_v, table, start, before, None, in_slot, in_head, scale),
+        *(joined, sums, KV_HEADS * D, WHOLE, PRECISION, STAGES),
     )
     pages = tl.load(page_count + request)
     mask = tl.load(masks + request * T + node, mask=is_row, other=0)
@@ -315,9 +288,9 @@ def _tree_kernel(
             joined, sums = _begin((page == 0) & _begins_part(first), joined, sums)
         at = first + tl.arange(0, BLOCK)
         other = tl.load(columns + (request * T + page) * COLUMNS + (at - root))
-        before = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
+        slot = tl.load(table + at, mask=at < length, other=0).to(tl.int64)
         is_node, in_prefix = (other >= 0)[:, None], (at < length)[:, None]
-        in_pool = before[:, None] * (KV_HEADS * D) + in_slot
+        in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
         new = (request * T + other)[:, None]
         seen = (is_node | in_prefix) & in_head
         at_keys = tl.where(is_node, k + new * k_stride + in_slot, pool_k + in_pool)
@@ -329,6 +302,16 @@ def _tree_kernel(
         visible = ((other >= 0) & (bit != 0)) | (at < length)[None, :]
         sums = _block(query, key, value, visible & (mine == page), scale, sums, PRECISION)
 
+    if (first_row == 0) & (start == root) & (root < end):  # others read k and v, not the pool
+        new = tl.arange(0, NODES)
+        is_new = new < T
+        slot = tl.load(own + request * T + new, mask=is_new, other=0).to(tl.int64)
+        in_pool = slot[:, None] * (KV_HEADS * D) + in_slot
+        new, is_new = (request * T + new)[:, None], is_new[:, None] & in_head
+        key = tl.load(k + new * k_stride + in_slot, mask=is_new, other=0.0)
+        value = tl.load(v + new * v_stride + in_slot, mask=is_new, other=0.0)
+        tl.store(pool_k + in_pool, key, mask=is_new)
+        tl.store(pool_v + in_pool, value, mask=is_new)
     if WHOLE:
         _, total, acc = _join(joined, sums)
         at = ((request * T + node) * HEADS + head)[:, None] * D + d
@@ -395,7 +378,6 @@ class Config(NamedTuple):
     whole: bool  # of a tree: a program takes all parts
     warps: int
     stages: int  # blocks of keys in flight
-    join: int = 1
 
 
 def _check(q: Tensor, pool_k: Tensor) -> None:
@@ -417,7 +399,6 @@ def _constants(q: Tensor, pool_k: Tensor, config: Config) -> dict[str, object]:
         "ROWS": config.rows,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.stages,
-        "JOIN": config.join,
         "num_warps": config.warps,
         **overlapping(q.device),
     }
@@ -445,11 +426,11 @@ def tree_config(
 
 
 def num_parts(positions: int) -> int:
-    """Of a sequence of ``positions``."""
-    size, shift = naive.SHORT, 0
-    while 16 * size <= positions - 1:
+    """Of a sequence of ``positions``, at least one."""
+    size, shift = SHORT.value, 0
+    while 16 * size < positions:
         size, shift = 2 * size, shift + 1
-    return (positions - 1) // size + 8 * shift + 1
+    return triton.cdiv(positions, size) + 8 * shift
 
 
 def exact_tree_attention(
@@ -491,31 +472,35 @@ def exact_tree_attention(
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
     config = config or tree_config(b, T, heads, kv_heads, D, q.dtype.itemsize)
     parts = num_parts(positions + T)  # where a request ends, nodes may stand beyond the table
-    kept = 0 if config.whole else b
-    shapes = ((kept, parts, T * heads, D), (kept, parts, T * heads), (kept, parts, T * heads))
+    kept, rows = 0 if config.whole else b, T * heads
+    shapes = ((kept, parts, rows, D), (kept, parts, rows), (kept, parts, rows))
     sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
-    tiles = triton.cdiv(T * heads // kv_heads, config.rows)
-    # and a program that writes keys and values, for each key head
-    _tree_kernel[(tiles * kv_heads, (1 if config.whole else parts) + 1, b)](
+    tiles = triton.cdiv(rows // kv_heads, config.rows)
+    _tree_kernel[(tiles * kv_heads, 1 if config.whole else parts, b)](
         *(q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
         *(scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), positions, T, parts),
         NODES=max(2, triton.next_power_of_2(T)),
         WHOLE=config.whole,
         **_constants(q, pool_k, config),
     )
-    if not config.whole:
-        padded = triton.next_power_of_2(D)
-        rows = max(1, JOINED // padded)
-        _join_kernel[(triton.cdiv(T * heads, rows), b)](
-            *(*sums, prefix, out, T, parts, T * heads),
-            D=D,
-            DP=padded,
-            ROWS=rows,
-            CHUNK=min(JOINED_AT_ONCE, parts),
-            num_warps=4,
-            **overlapping(q.device),
-        )
+    return out if config.whole else _join_parts(sums, prefix, T, out)
+
+
+def _join_parts(sums: list[Tensor], prefix: Tensor, T: int, out: Tensor) -> Tensor:
+    """``out``, of the sums of each part: [b, parts, T·heads, D] and twice [b, parts, T·heads]."""
+    b, parts, n, D = sums[0].shape
+    padded = triton.next_power_of_2(D)
+    rows = max(1, JOINED // padded)
+    _join_kernel[(triton.cdiv(n, rows), b)](
+        *(*sums, prefix, out, T, parts, n),
+        D=D,
+        DP=padded,
+        ROWS=rows,
+        CHUNK=min(JOINED_AT_ONCE, parts),
+        num_warps=4,
+        **overlapping(out.device),
+    )
     return out
 
 

@@ -63,6 +63,7 @@ def _pages_kernel(
     room = STEP - tl.where(step == begun // STEP, begun % STEP, 0)  # for nodes, in a node's step
     column = tl.arange(0, COLUMNS)
 
+    tl.store(columns + request * T * COLUMNS + column, tl.full([COLUMNS], -1, tl.int32))
     page = 0
     mine = tl.full([NODES], -1, tl.int32)  # the page of each node
     inside = tl.zeros([NODES], tl.int32)  # which nodes the page has
@@ -87,13 +88,13 @@ def _pages_kernel(
 
 
 def lay_out(masks: Tensor, prefix: Tensor) -> Pages:
-    """masks: [b, T] int64, contiguous, T up to 64: bit j is set if node j is node i or above it;
-    prefix: [b] integer, position of the root."""
+    """masks: [b, T] int64, contiguous: bit j is set if node j is node i or above it; prefix: [b]
+    integer, position of the root. Raises: ValueError if T is above 64."""
     b, T = masks.shape
-    empty = [
-        torch.empty(n, dtype=torch.int32, device=masks.device) for n in (b, b * T, b * T * 128)
-    ]
-    pages = Pages(empty[0], empty[1].view(b, T), empty[2].view(b, T, 128))
+    if T > 64:
+        raise ValueError(f"exact attention of trees of {T} nodes: at most 64")
+    shapes = ((b,), (b, T), (b, T, COLUMNS.value))
+    pages = Pages(*(torch.empty(s, dtype=torch.int32, device=masks.device) for s in shapes))
     _pages_kernel[(b,)](
         masks,
         prefix,

@@ -5,11 +5,17 @@
     y[p] = fma(D, x[p], Σ_n S[p, n] · C[n])
 
 Every operation rounds once and none can be contracted with another, so a state has the same bits
-whichever kernel made it, in whatever pieces. The sum: chains of CHAIN consecutive n, each a product
-and then fused multiply-adds; a thread's chains in rising order; then the THREADS threads across n,
-in halves. It depends on N alone, not on how channels are divided among threads, warps and programs.
+whichever kernel made it, in whatever pieces. The sum: chains of 8 consecutive n, each a product and
+then fused multiply-adds; the chains of a thread in rising order; then the 8 threads across n, in
+halves. It depends on N alone, not on how channels are divided among threads, warps and programs.
 
-A tile is some channels of one head with all N numbers of each, in registers.
+A tile is some channels of one head with all N numbers of each, in registers. What tokens feed in is
+in shared memory, prepared once for all of a program's warps: a *feed*, which is a tuple of
+
+    dtx [rows, TILE]   x [rows, TILE]   decays [rows, 1]   B [rows, N]   C [rows, N]
+
+in float32, B and C by ``store_numbers``. A token is a row, but x and C may be those of other rows.
+The two tiles of a program share B and C.
 """
 
 from __future__ import annotations
@@ -22,10 +28,9 @@ _shared = gl.shared_memory_descriptor
 _reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-CHAIN = gl.constexpr(8)
-THREADS = gl.constexpr(8)  # of a warp across the N numbers of a channel
-ROWS = gl.constexpr(4)  # of a warp across channels
 LOG2_E = gl.constexpr(1.4426950408889634)
+REGISTERS = 168  # of a thread, so that three programs of four warps share a multiprocessor
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
@@ -35,69 +40,88 @@ def tile_layout(tile, warps):
 
 
 @gluon.constexpr_function
-def numbers_per_load(dtype):
-    """Numbers of B and C in bfloat16 stay in pairs until they are used."""
-    return 2 if dtype == gl.bfloat16 else 1
-
-
-@gluon.constexpr_function
-def loads_layout(tile, per_load):
-    """Of the N / per_load elements in which a token's B or C is loaded, for tiles like ``tile``."""
-    share = gl.BlockedLayout([1, 8 // per_load], [4, 8], tile.warps_per_cta, [1, 0])
-    return gl.SliceLayout(0, share)
+def read_layout(elements, warps):
+    """Of [rows, elements] that are read from memory: 8 consecutive ones a thread."""
+    across = min(32, max(1, elements // 8))
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.jit
-def as_loaded(row, PER_LOAD: gl.constexpr):
-    """A pointer to a token's B or C, to such elements."""
-    if PER_LOAD == 2:
-        row = row.to(gl.pointer_type(gl.int32), bitcast=True)
-    return row
+def in_state(TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Where a tile's numbers lie behind the first: [TILE, N]."""
+    channel = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    return channel[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _numbers(loaded, layout: gl.constexpr):
-    """B or C in float32, [1, N], from what was loaded. An instruction for each number."""
-    if loaded.dtype == gl.int32:
-        low = (loaded << 16).to(gl.float32, bitcast=True)
-        high = (loaded & -65536).to(gl.float32, bitcast=True)
-        numbers = gl.join(low, high).reshape([2 * loaded.shape[0]])
-    else:
-        numbers = loaded.to(gl.float32)
-    return gl.convert_layout(numbers, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
+def tile_feed(ROWS: gl.constexpr, NODES: gl.constexpr, TILE: gl.constexpr, B, C):
+    """Room for what a tile is fed: x of NODES rows, the rest of ROWS."""
+    return (
+        gl.allocate_shared_memory(gl.float32, [ROWS, TILE], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [NODES, TILE], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),
+        B,
+        C,
+    )
 
 
 @gluon.jit
-def decay_of(dt, rate):
-    """rate: A · log2 e."""
-    return gl.exp2(dt * rate)
-
-
-@gluon.jit
-def fed(x, dt):
-    """What a channel adds to its numbers, but for B."""
-    return x.to(gl.float32) * dt
+def prepare(feed, x, dt, rate):
+    """x: [rows, TILE]; dt: [rows, 1]; rate: A · log2 e."""
+    feed[0].store(x.to(gl.float32) * dt)
+    feed[2].store(gl.exp2(dt * rate))
 
 
 @gluon.jit
 def stepped(S, decay, dtx, B):
-    """The state after a token. S: [TILE, N]; decay: a scalar or [1]; dtx: [TILE]; B: [1, N]."""
-    layout: gl.constexpr = S.type.layout
-    if decay.type.is_block():
-        decay, _ = gl.broadcast(decay[:, None], S)
-    else:
-        decay = gl.full(S.shape, decay, gl.float32, layout)
+    """The state after a token. S: [TILE, N]; decay, B: broadcast to it; dtx: [TILE]."""
+    decay, _ = gl.broadcast(decay, S)
     return gl.fma(decay, S, dtx[:, None] * B)
 
 
 @gluon.jit
-def advance(S, x, B, dt, rate):
-    """The state after a token.
+def _row(buffer, index, layout: gl.constexpr):
+    """Row ``index`` of a buffer [rows, elements]."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return _reinterpret(buffer, gl.float32, buffer.shape, flat).index(index).load(layout)
 
-    S: [TILE, N]; x: [TILE]; B: as loaded; dt, rate: scalars.
+
+@gluon.jit
+def store_numbers(buffer, v):
+    """B or C of rows, [rows, N], to be read by ``_numbers``.
+
+    A thread reads 8 consecutive numbers as two times 16 bytes. So that eight threads read 128 bytes
+    in a row, which takes no bank of shared memory twice, first halves lie before second ones.
     """
+    ROWS: gl.constexpr = v.shape[0]
+    N: gl.constexpr = v.shape[1]
+    v = v.to(gl.float32)
+    if N >= 64:
+        v = v.reshape([ROWS, N // 64, 8, 2, 4]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
+    buffer.store(v)
+
+
+@gluon.jit
+def _numbers(buffer, row, layout: gl.constexpr):
+    """[1, N] for tiles of this layout."""
+    N: gl.constexpr = buffer.shape[1]
+    by_number: gl.constexpr = gl.SliceLayout(0, layout)
+    if N < 64:
+        return _row(buffer, row, by_number)[None, :]
+    else:
+        halves: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], layout.warps_per_cta, [1, 0])
+        v = _row(buffer, row, gl.SliceLayout(0, halves)).reshape([N // 64, 2, 8, 4])
+        v = v.permute([0, 2, 1, 3]).reshape([N])
+        return gl.convert_layout(v, by_number, assert_trivial=True)[None, :]
+
+
+@gluon.jit
+def advance(S, feed, row):
+    """The state after the token in ``row``."""
     layout: gl.constexpr = S.type.layout
-    return stepped(S, decay_of(dt, rate), fed(x, dt), _numbers(B, layout))
+    by_channel: gl.constexpr = gl.SliceLayout(1, layout)
+    decay, dtx = _row(feed[2], row, by_channel), _row(feed[0], row, by_channel)
+    return stepped(S, decay[:, None], dtx, _numbers(feed[3], row, layout))
 
 
 @gluon.jit
@@ -106,18 +130,14 @@ def _first(a, b):
 
 
 @gluon.jit
-def output(S, C, x, skip):
-    """y: [TILE], laid out as x. S: [TILE, N]; C: as loaded; x: [TILE]; skip: D."""
-    layout: gl.constexpr = S.type.layout
-    return output_of(S, _numbers(C, layout), x.to(gl.float32), skip)
-
-
-@gluon.jit
-def output_of(S, C, x, skip):
-    """The same with C [1, N] and x in float32."""
+def write_output(S, feed, row, skip, y):
+    """y of the token whose x and C are in ``row``. skip: D; y: at the tile's first channel."""
     TILE: gl.constexpr = S.shape[0]
     N: gl.constexpr = S.shape[1]
-    S, C = gl.broadcast(S, C)
+    layout: gl.constexpr = S.type.layout
+    by_channel: gl.constexpr = gl.SliceLayout(1, layout)
+    x = _row(feed[1], row, by_channel)
+    S, C = gl.broadcast(S, _numbers(feed[4], row, layout))
     # Of a chain's eight results only the first is written, and only it is read.
     chains = gl.inline_asm_elementwise(
         """{
@@ -138,14 +158,6 @@ def output_of(S, C, x, skip):
         pack=8,
     )
     sums = gl.reduce(chains.reshape([TILE, N // 8, 8]), 2, _first)
-    total = gl.convert_layout(gl.sum(sums, 1), x.type.layout)
-    return gl.fma(gl.full(x.shape, skip, gl.float32, x.type.layout), x, total)
-
-
-@gluon.jit
-def shared_row(buffer, index, layout: gl.constexpr):
-    """Row ``index`` of a buffer of shared memory, [..., elements]."""
-    elements: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = _reinterpret(buffer, buffer.dtype, [buffer.numel // elements, elements], flat)
-    return rows.index(index).load(layout)
+    total = gl.convert_layout(gl.sum(sums, 1), by_channel)
+    out = gl.fma(gl.full([TILE], skip, gl.float32, by_channel), x, total)
+    gl.store(y + gl.arange(0, TILE, by_channel), out.to(y.dtype.element_ty))

@@ -47,9 +47,8 @@ from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.recurrence import gluon as recurrence
 from mamba_eagle.kernels.recurrence import gluon_prompts as recurrence_prompts
-from mamba_eagle.kernels.recurrence import gluon_staged as recurrence_staged
+from mamba_eagle.kernels.recurrence import gluon_verify as recurrence
 from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.layers.block_attention import block_mask
@@ -321,12 +320,6 @@ def verify_token_by_token() -> None:
     recurrence.tree_verify(rows, C, D, D, state, step, sizes)
 
 
-def verify_staged() -> None:
-    rows, step, sizes = small_tree()
-    C, D, state = rows.xB[:, :5, -32:].contiguous(), rows.dt[0, 0], torch.zeros(1, 2, 32, 32)
-    recurrence_staged.tree_verify(rows, C, D, D, state, step, sizes)
-
-
 def scan_token_by_token() -> None:
     xbc, dt, state = torch.zeros(16, 128).bfloat16(), torch.zeros(16, 2), torch.zeros(1, 2, 32, 32)
     x, B, C = (part.view(16, -1, 32) for part in xbc.split([64, 32, 32], dim=1))
@@ -347,7 +340,6 @@ def multiply_in_registers() -> None:
         (tree_gluon, verify_in_registers),
         (four_bit_gluon, multiply_in_registers),
         (recurrence, verify_token_by_token),
-        (recurrence_staged, verify_staged),
         (recurrence_prompts, scan_token_by_token),
     ],
 )

@@ -1,0 +1,296 @@
+"""Verification and its folds by the recurrence itself: bits that do not depend on how a token came.
+
+A program has the channels of a head, or some of them, of one request. It prepares the rows of the
+journal and the tree, then walks over the journal; a request that folds stores the state there. Then
+it walks over the tree: from the root along the path to each leaf, and back to the state after the
+root for the next one; a node's output is formed on the first path that it is on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.recurrence.gluon_step import (
+    LOG2_E,
+    PLAIN,
+    REGISTERS,
+    advance,
+    barrier,
+    in_state,
+    prepare,
+    read_layout,
+    store_numbers,
+    tile_feed,
+    tile_layout,
+    write_output,
+)
+from mamba_eagle.kernels.recurrence.layout import Tiles, check_sizes, choose_tiles
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.kernels.triton_math import previous_done
+
+MAX_ROWS = 64  # that are prepared at a time
+
+
+@gluon.jit
+def _prepare_B(buffer, tables, B, WIDTH: gl.constexpr, num_warps: gl.constexpr):
+    """B of the rows [journal ; tree] in float32. B: of row 0."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    row, valid = _rows(tables, buffer.shape[0], layout)
+    own = gl.load(B + (row * WIDTH)[:, None] + n[None, :], mask=valid[:, None], other=0.0)
+    store_numbers(buffer, own)
+
+
+@gluon.jit
+def _prepare_C(buffer, T, C, WIDTH: gl.constexpr, num_warps: gl.constexpr):
+    """C of the nodes."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    node = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
+    at = C + (node * WIDTH)[:, None] + n[None, :]
+    store_numbers(buffer, gl.load(at, mask=(node < T)[:, None], other=0.0))
+
+
+@gluon.jit
+def _prepare_x(
+    feed, tables, x, dt, rate, WIDTH: gl.constexpr, H: gl.constexpr, num_warps: gl.constexpr
+):
+    """What comes of x and dt. x: of row 0, at the tile's first channel; dt: of row 0."""
+    layout: gl.constexpr = read_layout(feed[0].shape[1], num_warps)
+    channel = gl.arange(0, feed[0].shape[1], gl.SliceLayout(0, layout))
+    row, valid = _rows(tables, feed[0].shape[0], layout)
+    step = gl.load(dt + row * H, mask=valid, other=0.0)
+    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+    prepare(feed, own, step[:, None], rate)
+    node = gl.arange(0, feed[1].shape[0], gl.SliceLayout(1, layout))
+    is_node = node < tables[3]
+    row = gl.load(tables[1] + node, mask=is_node, other=0).to(gl.int32)
+    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=is_node[:, None], other=0.0)
+    feed[1].store(own.to(gl.float32))
+
+
+@gluon.jit
+def _rows(tables, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Ids of the rows [journal ; tree], and which there are: [COUNT], by rows of ``layout``."""
+    journal, rows, length, T = tables
+    k = gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    valid = k < length + T
+    row = gl.load(journal + k, mask=k < length, other=0)
+    row += gl.load(rows + k - length, mask=valid & (k >= length), other=0)
+    return row.to(gl.int32), valid
+
+
+@gluon.jit
+def _lowest(mask):
+    """The lowest bit that is set in an integer; negative if none is."""
+    alone = (mask & -mask).to(gl.float32)
+    return ((alone.to(gl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@gluon.jit
+def _leaves(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
+    """Nodes without children, as bits."""
+    NODES: gl.constexpr = BITS.primitive_bitwidth
+    node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [num_warps], [0]))
+    own = gl.full([NODES], 1, BITS, node.type.layout) << node.to(BITS)
+    bits = gl.load(ancestors + node, mask=node < T, other=0).to(BITS)
+    return ~gl.reduce_or(gl.where(node < T, bits & ~own, own), 0)
+
+
+@gluon.jit
+def _next_node(ancestors, path, leaves, BITS: gl.constexpr):
+    """The next node of the walk, or a negative number; what is left of its path and of the leaves;
+    whether its path begins."""
+    begins = path == 0
+    leaf = gl.maximum(_lowest(leaves), 0)
+    whole = gl.load(ancestors + leaf, mask=begins & (leaves != 0), other=0).to(BITS)
+    path = gl.where(begins, whole & -2, path)  # without the root
+    leaves = gl.where(begins, leaves & (leaves - 1), leaves)
+    return _lowest(path), path & (path - 1), leaves, begins
+
+
+@gluon.jit(do_not_specialize=["T", "W", "M"])
+def _verify_kernel(
+    xB,  # [R, W, H*P + G*N]
+    dt,  # [R, W, H]
+    C,  # [b, T, G*N]
+    A,  # [H]
+    D,  # [H]
+    state,  # [slots, H, P, N]
+    y,  # [b, T, H*P]
+    slots,
+    state_slots,
+    journal,  # [b, M]
+    journal_len,
+    rows,  # [b, T]
+    ancestors,  # [b, T]
+    fold,
+    T,
+    W,
+    M,
+    state_stride,
+    H: gl.constexpr,
+    P: gl.constexpr,
+    G: gl.constexpr,
+    N: gl.constexpr,
+    TILE: gl.constexpr,
+    REST: gl.constexpr,  # channels of a second tile; 0: none
+    J: gl.constexpr,  # rows that are prepared at a time, at least T
+    LONG: gl.constexpr,  # whether there may be more of them
+    NODES: gl.constexpr,  # T, padded
+    BITS: gl.constexpr,  # integers with a bit for each node; None: one node
+    OVERLAP: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    WIDTH: gl.constexpr = H * P + G * N
+    SECOND: gl.constexpr = REST if REST else TILE
+    layout: gl.constexpr = tile_layout(TILE, num_warps)
+    rest_layout: gl.constexpr = tile_layout(SECOND, num_warps)
+    first = gl.program_id(0) * (TILE + REST)
+    request = gl.program_id(1)
+    head = first // P
+    group = head // (H // G)
+
+    # what the previous kernel does not write
+    slot = gl.load(slots + request).to(gl.int64)
+    length = gl.load(journal_len + request).to(gl.int32)
+    folding = False
+    if fold is not None:
+        folding = (gl.load(fold + request) != 0) & (length > 0)
+    state += gl.load(state_slots + request).to(gl.int64) * state_stride + first * N
+    S = gl.load(state + in_state(TILE, N, layout))
+    S_rest = S
+    if REST:
+        S_rest = gl.load(state + TILE * N + in_state(REST, N, rest_layout))
+    rate = gl.load(A + head) * LOG2_E
+    skip = gl.load(D + head)
+    previous_done(OVERLAP)
+
+    x = xB + slot * W * WIDTH + first
+    B = xB + slot * W * WIDTH + H * P + group * N
+    dt += slot * W * H + head
+    rows += request * T
+    journal += request * M
+    B_shared = gl.allocate_shared_memory(gl.float32, [J, N], PLAIN)
+    C_shared = gl.allocate_shared_memory(gl.float32, [NODES, N], PLAIN)
+    feed = tile_feed(J, NODES, TILE, B_shared, C_shared)
+    feed_rest = feed
+    if REST:
+        feed_rest = tile_feed(J, NODES, REST, B_shared, C_shared)
+    _prepare_C(C_shared, T, C + request * T * (G * N) + group * N, G * N, num_warps)
+    nodes_at = -1  # the root's row among those that are prepared
+    while nodes_at < 0:
+        tables = (journal, rows, length, T)
+        _prepare_B(B_shared, tables, B, WIDTH, num_warps)
+        _prepare_x(feed, tables, x, dt, rate, WIDTH, H, num_warps)
+        if REST:
+            _prepare_x(feed_rest, tables, x + TILE, dt, rate, WIDTH, H, num_warps)
+        barrier()
+        count = gl.minimum(length, J) if LONG else length
+        for k in range(count):
+            S = advance(S, feed, k)
+            if REST:
+                S_rest = advance(S_rest, feed_rest, k)
+        nodes_at = gl.where(length + T > J, -1, count) if LONG else count
+        if LONG:
+            barrier()
+            length -= count
+            journal += count
+    if folding:
+        gl.store(state + in_state(TILE, N, layout), S)
+        if REST:
+            gl.store(state + TILE * N + in_state(REST, N, rest_layout), S_rest)
+
+    y += request.to(gl.int64) * T * (H * P) + first
+    S = advance(S, feed, nodes_at)
+    write_output(S, feed, 0, skip, y)
+    if REST:
+        S_rest = advance(S_rest, feed_rest, nodes_at)
+        write_output(S_rest, feed_rest, 0, skip, y + TILE)
+    if BITS is not None:
+        banks: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        after_root = gl.allocate_shared_memory(gl.float32, [TILE, N], banks, S)
+        rest_after_root = S_rest
+        ancestors += request * T
+        done = gl.full([], 1, BITS)
+        leaves = _leaves(ancestors, T, BITS, num_warps)
+        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
+        while node >= 0:
+            S = after_root.load(layout)
+            S_rest = rest_after_root
+            begins = node < 0
+            while not begins:
+                later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
+                at = y + node * (H * P)
+                bit = gl.full([], 1, BITS) << node.to(BITS)
+                S = advance(S, feed, nodes_at + node)
+                if REST:
+                    S_rest = advance(S_rest, feed_rest, nodes_at + node)
+                if (done & bit) == 0:
+                    write_output(S, feed, node, skip, at)
+                    if REST:
+                        write_output(S_rest, feed_rest, node, skip, at + TILE)
+                done |= bit
+                node = later
+
+
+def tree_verify(
+    buffers: RowBuffers,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    state: Tensor,
+    step: TreeLayout,
+    sizes: Sizes,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """tree_verify/triton.py's, from dt and A instead of L, with a state in float32.
+
+    Args:
+        A: [H] float32, negative.
+        tiles: None: ``choose_tiles``. Bits do not depend on it.
+    Raises: ValueError for more than 64 nodes, and as ``check_sizes``.
+    """
+    check_sizes(sizes, state)
+    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    if T > 64:
+        raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
+    y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
+    M, (tile, rest, warps) = step.journal.shape[1], tiles or choose_tiles(P, N)
+    padded = max(16, triton.next_power_of_2(T + M))
+    masks = gl.int32 if T < 32 else gl.int64
+    _verify_kernel[(H * P // (tile + rest), b)](
+        buffers.xB,
+        buffers.dt,
+        C,
+        A,
+        D,
+        state,
+        y,
+        *step[:5],  # up to the rows
+        step.ancestors,
+        step.fold,
+        T,
+        buffers.xB.shape[1],
+        M,
+        state.stride(0),
+        H=H,
+        P=P,
+        G=G,
+        N=N,
+        TILE=tile,
+        REST=rest,
+        J=min(padded, MAX_ROWS),
+        LONG=padded > MAX_ROWS,
+        NODES=triton.next_power_of_2(T),
+        BITS=None if T == 1 else masks,
+        num_warps=warps,
+        maxnreg=REGISTERS,
+        **overlapping(C.device),
+    )
+    return y

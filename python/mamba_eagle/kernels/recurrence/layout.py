@@ -1,0 +1,40 @@
+"""How the recurrence's kernels divide a head among programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_verify.layout import Sizes
+
+
+class Tiles(NamedTuple):
+    """A program's channels, all of one head: a tile, and a second one where P is not a power of two."""
+
+    tile: int  # a power of two, at least 4 per warp
+    rest: int  # of the second; 0: none
+    warps: int
+
+
+def choose_tiles(head_dim: int, state_size: int) -> Tiles:
+    """The whole head where its state fits into the registers of four warps: 80 numbers a thread
+    for P = 80, N = 128."""
+    tile = min(8192 // state_size, 1 << head_dim.bit_length() - 1)
+    rest = head_dim % tile
+    if head_dim // tile == 1 and rest >= 16 and rest & (rest - 1) == 0:
+        return Tiles(tile, rest, 4)
+    return Tiles(tile if rest == 0 else 16, 0, 4)
+
+
+def check_sizes(sizes: Sizes, state: Tensor) -> None:
+    """Raises: ValueError for sizes and states that the kernels do not take."""
+    H, P, G, N = sizes
+    if P % 16 or N & (N - 1) or not 16 <= N <= 256:
+        raise ValueError(
+            f"{P} channels per head, {N} numbers per channel: heads must be a multiple of 16, and "
+            "states 16 to 256, a power of two"
+        )
+    if state.dtype != torch.float32:
+        raise ValueError(f"a state in {state.dtype}: exact bits need float32")
