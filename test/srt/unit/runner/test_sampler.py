@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensor_checks import host_backend, sample
 
+from mamba_eagle.backend.token_ops import TokenOps
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
@@ -18,7 +19,6 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_parts.torch import NO_KEY
 from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.parallel.vocabulary import Columns
-from mamba_eagle.runner.sampler import token_logprobs
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.accept import accept, truncate
 from mamba_eagle.tree.candidates import Candidates
@@ -561,7 +561,7 @@ def test_token_logprobs_equal_log_softmax(top: int) -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(7, 30) * 4, torch.randint(0, 30, (7, 3))
     expected = logits.log_softmax(-1)
-    got = token_logprobs(logits, tokens, top)
+    got = TokenOps().token_logprobs(logits, tokens, top)
     torch.testing.assert_close(got.logprob, expected.gather(1, tokens))
     values, ids = expected.topk(top)
     torch.testing.assert_close(got.top_values, values)

@@ -14,12 +14,13 @@ from tensor_checks import host_backend
 from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor
 
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.kernels.top_parts.torch import score_of
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
-from mamba_eagle.runner.sampler import Scored, TokenLogprobs
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
