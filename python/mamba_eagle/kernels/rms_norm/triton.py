@@ -40,12 +40,14 @@ def _sums(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The sums of two rows' blocks in float32, also written where the first ones stand."""
+    """The sums of two rows' blocks, rounded as they are written where the first ones stand: whoever
+    reads them there goes on with the same numbers."""
     sums = ()
     for block in tl.static_range(BLOCKS):
         total = numbers[block].to(tl.float32) + others[block].to(tl.float32)
+        total = total.to(numbers[block].dtype)
         tl.store(at + block * BLOCK, total, mask=inside_row(lines, column, block, SIZE, BLOCK))
-        sums += (total,)
+        sums += (total.to(tl.float32),)
     return sums
 
 
@@ -156,7 +158,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> None:
-    """``stream`` becomes ``stream + added``, ``added`` the norm of that sum before it is rounded.
+    """``stream`` becomes ``stream + added``, ``added`` the norm of that sum.
     Both [n, size], last dimension contiguous."""
     _launch_norm(stream, added, weight, added, eps)
 
