@@ -409,20 +409,19 @@ def _largest_tile(head_dim: int, itemsize: int) -> int:
     return 16 if itemsize > 2 else 128 if head_dim <= 128 else 64
 
 
-def _stages(rows: int, head_dim: int, itemsize: int) -> int:
-    """Slots are loaded a block before keys: of n stages, n // 2 hold keys and values."""
-    return 5 if head_dim * itemsize <= 256 and rows != 64 else 3
-
-
 def tree_config(
     batch: int, nodes: int, heads: int, kv_heads: int, head_dim: int, itemsize: int
 ) -> Config:
-    """For Hopper."""
+    """For Hopper. Slots are loaded a block before keys, so of n stages, (n - 1) // 2 have room for
+    keys and values. More of them pay off where a multiprocessor has one program; see
+    benchmark/kernels/bench_exact_attention.py."""
     needed = triton.next_power_of_2(nodes * heads // kv_heads)
     rows = min(max(16, needed), _largest_tile(head_dim, itemsize))
     programs = batch * kv_heads * triton.cdiv(nodes * heads // kv_heads, rows)
     warps = 8 if rows > 64 or (rows == 64 and head_dim > 128) else 4
-    return Config(rows, programs >= PROGRAMS, warps, _stages(rows, head_dim, itemsize))
+    alone = rows > 64 or (rows < 64 and 4 * programs < PROGRAMS)
+    stages = 5 if alone and head_dim * itemsize <= 256 else 3
+    return Config(rows, programs >= PROGRAMS, warps, stages)
 
 
 def num_parts(positions: int) -> int:
@@ -509,7 +508,7 @@ def prompt_config(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Co
     least = max(16, triton.next_power_of_2(heads // kv_heads))
     rows = max(least, _largest_tile(head_dim, itemsize))
     warps = 8 if rows >= 128 or head_dim > 128 else 4
-    return Config(rows, True, warps, _stages(rows, head_dim, itemsize))
+    return Config(rows, True, warps, 5 if head_dim * itemsize <= 256 else 3)
 
 
 def prompt_tiles(

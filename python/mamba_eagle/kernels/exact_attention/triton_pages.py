@@ -63,7 +63,9 @@ def _pages_kernel(
     room = STEP - tl.where(step == begun // STEP, begun % STEP, 0)  # for nodes, in a node's step
     column = tl.arange(0, COLUMNS)
 
-    tl.store(columns + request * T * COLUMNS + column, tl.full([COLUMNS], -1, tl.int32))
+    # masks that are no tree's, as in padding, get a page without nodes
+    nothing = column < COLUMNS * (1 - tl.max(is_leaf.to(tl.int32)))
+    tl.store(columns + request * T * COLUMNS + column, -1, mask=nothing)
     page = 0
     mine = tl.full([NODES], -1, tl.int32)  # the page of each node
     inside = tl.zeros([NODES], tl.int32)  # which nodes the page has
