@@ -11,7 +11,7 @@ from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 
 class Tiles(NamedTuple):
-    """A program's channels, all of one head: a tile, and a second one where P is not a power of two."""
+    """A program's channels, all of one head: a tile, and where P is not a power of two another."""
 
     tile: int  # a power of two, at least 4 per warp
     rest: int  # of the second; 0: none
