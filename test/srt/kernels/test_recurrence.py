@@ -33,7 +33,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
-TILES = (None, *(Tiles(tile, 0, warps) for tile, warps in ((8, 1), (8, 2), (16, 1), (16, 4))))
+TILES = (None, Tiles(16, 0, 1), Tiles(8, 0, 2))
 GARBAGE = 1e4  # in rows that must not be read
 NARROW = Sizes(8, 64, 2, 64)
 WIDE = Sizes(4, 128, 1, 256)
@@ -205,7 +205,7 @@ class Server:
 
     def step(self) -> None:
         running = [i for i, r in enumerate(self.requests) if r.end <= self.length - self.nodes]
-        T = self.draw.below(self.nodes + 1, 1)
+        T = min((1, 5, self.nodes)[self.draw.below(3)], self.nodes)
         tree = random_tree(len(running), T, T, self.draw.generator)
         rows, paths, picked = [], [], torch.zeros(len(running), T, dtype=torch.int64)
         for at, i in enumerate(running):
@@ -247,7 +247,7 @@ class Server:
         lengths, journal = self.journals(running)
         layout = tree_layout(
             tree, who[:, 0], self.batch + who[:, 0], table, journal, tuple(lengths),
-            fold=tuple(folds) if any(folds) else None,
+            fold=tuple(folds),
         )  # fmt: skip
         y = gluon_verify.tree_verify(
             RowBuffers(self.xB, self.dt, self.dt * float("nan")),
@@ -297,13 +297,13 @@ SERVED = [
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes, batch, nodes, dtype", SERVED)
 def test_bits_do_not_depend_on_how_a_token_was_served(
     sizes: Sizes, batch: int, nodes: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
-    tokens = random_tokens(sizes, batch, 110 + nodes, dtype, seed)
+    tokens = random_tokens(sizes, batch, 80 + nodes, dtype, seed)
     Server(tokens, sizes, nodes, seed).run()
 
 

@@ -14,7 +14,7 @@ from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device
 
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
-from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
+from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv, prompt_steps
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
@@ -190,6 +190,8 @@ def check_conv(case: ConvCase) -> None:
     torch.testing.assert_close(out.double(), wanted.out, **rounded)
     torch.testing.assert_close(found.dt.double(), wanted_dt, rtol=3e-6, atol=1e-9)
     assert found.dt.stride(0) == 1, "the scan reads a head's tokens side by side"
+    alone = prompt_steps(dt_raw, weights.dt_bias, case.step_limit)
+    assert torch.equal(alone, found.dt)
 
 
 @runs_kernels

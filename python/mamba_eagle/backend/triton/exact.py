@@ -46,11 +46,8 @@ class ExactRows(TritonDeferred):
         self._all_rates: Tensor | None = None
 
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
-        i, rows, weights = (
-            layer.index,
-            layer_rows(self.recurrence, layer.index),
-            conv_weights(layer),
-        )
+        i, weights = layer.index, conv_weights(layer)
+        rows = layer_rows(self.recurrence, i)
         self._rates[i] = weights.A
         C = tree_conv(xbc, dt, weights, self.rows.conv_in[i], rows, layout, self.sizes)
         state, skip = self.pool.ssm[i], skip_weights(layer)

@@ -169,6 +169,7 @@ def _scan_kernel(
         begin = gl.load(segments + s * 3)
         end = gl.load(segments + s * 3 + 1)
         slot = gl.load(segments + s * 3 + 2).to(gl.int64)
+        async_copy.wait_group(0)  # of the segment before, nothing may come late
         stage = 0
         _chunk(raw, reads, stage, begin, end, REST, num_warps)
         for at in range(begin, end, CHUNK):

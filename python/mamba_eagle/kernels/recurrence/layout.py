@@ -11,7 +11,7 @@ from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 
 class Tiles(NamedTuple):
-    """A program's channels, all of one head: a tile, and a second one where P is not a power of two."""
+    """A program's channels, all of one head: a tile, and where P is not a power of two another."""
 
     tile: int  # a power of two, at least 4 per warp
     rest: int  # of the second; 0: none
@@ -19,13 +19,13 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(head_dim: int, state_size: int) -> Tiles:
-    """The whole head where its state fits into the registers of four warps: 80 numbers a thread
-    for P = 80, N = 128."""
+    """The whole head if its state fits into the registers of four warps with at most 80 numbers a
+    thread, as for P = 80, N = 128."""
     tile = min(8192 // state_size, 1 << head_dim.bit_length() - 1)
-    rest = head_dim % tile
-    if head_dim // tile == 1 and rest >= 16 and rest & (rest - 1) == 0:
+    rest = head_dim - tile
+    if rest >= 16 and rest & (rest - 1) == 0 and head_dim * state_size <= 80 * 128:
         return Tiles(tile, rest, 4)
-    return Tiles(tile if rest == 0 else 16, 0, 4)
+    return Tiles(min(tile, head_dim & -head_dim), 0, 4)
 
 
 def check_sizes(sizes: Sizes, state: Tensor) -> None:
