@@ -148,7 +148,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--router", default="load", choices=("load", "prefix"))
+    parser.add_argument("--router", default="load", choices=("load", "prefix", "events"))
     parser.add_argument("--results", type=Path, metavar="FILE")
     args = parser.parse_args()
     exit_on_sigterm()

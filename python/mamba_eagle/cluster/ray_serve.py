@@ -4,8 +4,8 @@
 
 Ray Serve places the replicas and their GPUs, watches and restarts them, and scales them if asked.
 Each replica is this project's server as a child process. An ingress takes HTTP, and passes each
-request to the replica that its prompt's beginning went to before, by Ray's own router; bytes go
-through as they are.
+request to the replica whose cache has most of its prompt, as KV events say, or to the one that its
+beginning went to before, as Ray's own router remembers; bytes go through as they are.
 
     client ─HTTP─▶ Ray's proxy ─▶ Ingress ─▶ Replica ─HTTP─▶ server process ─▶ scheduler, runner
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import signal
 import sys
@@ -31,8 +32,17 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mamba_eagle.cluster.prompts import prompt_of
-from mamba_eagle.cluster.replica import Forwarded, Head, ServerChild, end_to_end, forward
+from mamba_eagle.cluster.prompts import prompt_of, to_tokenize
+from mamba_eagle.cluster.replica import (
+    EVENTS,
+    Forwarded,
+    Head,
+    ServerChild,
+    end_to_end,
+    forward,
+    free_port,
+)
+from mamba_eagle.cluster.scores import IMBALANCE
 
 log = logging.getLogger("mamba_eagle.cluster")
 READY_SECONDS = 900.0  # loading a large model takes minutes
@@ -41,8 +51,8 @@ PREFIX_ROUTER = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
     ":PrefixCacheAffinityRouter"
 )
-# How many more requests one replica may hold before the load counts for more than the cache.
-IMBALANCE = 8
+EVENT_ROUTER = "mamba_eagle.cluster.event_router:EventRouter"
+ROUTERS = ("auto", "events", "prefix", "load")
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class ClusterConfig:
     gpus_per_replica: float | None = None  # None: 1 where the cluster has GPUs
     cpus_per_replica: float = 1.0
     max_ongoing_requests: int = 256  # per replica; others wait in the ingress
-    router: str = "prefix"  # or "load"
+    router: str = "auto"  # one of ROUTERS, or another of Ray's as module:Class
 
 
 # ── what runs on the cluster ─────────────────────────────────────────────────────────────────
@@ -64,12 +74,24 @@ class ClusterConfig:
 class Replica:
     """A server. Ray calls ``check_health``, and starts another replica when it fails."""
 
-    async def __init__(self, flags: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, flags: Sequence[str], with_events: bool
+    ) -> None:
+        self.events: tuple[str, ...] = ()
+        if with_events:
+            node = ray.util.get_node_ip_address()
+            self.events = tuple(f"tcp://{node}:{free_port()}" for _ in range(2))
+            sockets = dict(zip(("endpoint", "replay_endpoint"), self.events))
+            flags = [*flags, "--kv-events-config", json.dumps(sockets)]
         self.server = ServerChild(flags)
         await self.server.wait_until_ready(READY_SECONDS)
 
     async def check_health(self) -> None:
         await self.server.check_health()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Ray hands it to the router."""
+        return {EVENTS: self.events} if self.events else {}
 
     async def forward(self, request: Forwarded) -> AsyncIterator[Head | bytes]:
         async for part in forward(self.server.client, request):
@@ -83,8 +105,9 @@ class Replica:
 class Ingress:
     """HTTP in, HTTP out."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, with_events: bool) -> None:
         self.replicas = replicas.options(method_name="forward", stream=True)
+        self.with_events = with_events
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
@@ -96,6 +119,7 @@ class Ingress:
             request.url.path + query,
             headers,
             body,
+            await self._tokens(request.url.path, headers, body) if self.with_events else (),
         )
         parts = self.replicas.remote(forwarded)
         try:
@@ -106,6 +130,23 @@ class Ingress:
         reply = StreamingResponse(_body(parts), head.status)
         reply.raw_headers = [(name.encode(), value.encode()) for name, value in head.headers]
         return reply
+
+    async def _tokens(
+        self, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> Sequence[int]:
+        """Of the prompt, as some replica's server makes them; () if it goes by load."""
+        asked = to_tokenize(path, body)
+        if isinstance(asked, list):
+            return asked
+        plain = [(name, value) for name, value in headers if name.lower() != "accept-encoding"]
+        question = Forwarded(path, "POST", "/tokenize", plain, json.dumps(asked).encode())
+        try:
+            head, *pieces = [part async for part in self.replicas.remote(question)]
+            # What is wrong with the request its own reply will say.
+            return json.loads(b"".join(pieces))["tokens"] if head.status == 200 else ()
+        except Exception:
+            log.exception("a prompt was not tokenized, and goes to the less loaded replica")
+            return ()
 
 
 async def _body(parts: Any) -> AsyncIterator[bytes]:
@@ -130,6 +171,8 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
     if isinstance(config, dict):
         flags = tuple(config.get("server_flags", ()))
         config = ClusterConfig(**{**config, "server_flags": flags})
+    router = _router(config)
+    with_events = router is not None and router.request_router_class == EVENT_ROUTER
     options: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests,
         "health_check_period_s": 5,
@@ -142,16 +185,16 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
         )
     else:
         options["num_replicas"] = config.num_replicas
-    if config.router == "prefix" and _has_prefix_router():
-        options["request_router_config"] = RequestRouterConfig(
-            request_router_class=PREFIX_ROUTER,
-            request_router_kwargs={"imbalanced_threshold": IMBALANCE, "do_eviction": True},
-        )
-    replicas = serve.deployment(**options)(Replica).bind(config.server_flags)
+    if router is not None:
+        options["request_router_config"] = router
+    replicas = serve.deployment(**options)(Replica).bind(config.server_flags, with_events)
+    quiet = {"env_vars": {"DYN_LOG": "error"}}  # a new subscriber's first gap is a warning to it
     ingress = serve.deployment(
-        num_replicas=1, max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0.2}
+        num_replicas=1,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": 0.2, "runtime_env": quiet if with_events else {}},
     )(Ingress)
-    return ingress.bind(replicas)
+    return ingress.bind(replicas, with_events)
 
 
 def _gpus(config: ClusterConfig) -> float:
@@ -160,16 +203,37 @@ def _gpus(config: ClusterConfig) -> float:
     return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
 
 
-def _has_prefix_router() -> bool:
-    module = PREFIX_ROUTER.partition(":")[0]
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
+def _router(config: ClusterConfig) -> RequestRouterConfig | None:
+    """None: Ray's own, by load.
+
+    Raises: ValueError if it is to be the one by events, and that lacks a package.
+    """
+    if config.router == "load":
+        return None
+    if config.router in ("auto", "events") and _can_import(EVENT_ROUTER):
+        return RequestRouterConfig(
+            request_router_class=EVENT_ROUTER, request_routing_stats_period_s=1
+        )
+    if config.router == "events":
+        raise ValueError("router = events needs a package: pip install 'mamba-eagle[events]'")
+    if config.router not in ROUTERS:
+        return RequestRouterConfig(request_router_class=config.router)
+    if not _can_import(PREFIX_ROUTER):
         log.warning(
             "requests go to the least loaded replica, not to the one that knows their prompt: "
-            "Ray's prefix router cannot be imported (%s); pip install 'mamba-eagle[ray]'",
-            error,
+            "Ray's prefix router cannot be imported; pip install 'mamba-eagle[ray]'"
         )
+        return None
+    return RequestRouterConfig(
+        request_router_class=PREFIX_ROUTER,
+        request_router_kwargs={"imbalanced_threshold": IMBALANCE, "do_eviction": True},
+    )
+
+
+def _can_import(router: str) -> bool:
+    try:
+        importlib.import_module(router.partition(":")[0])
+    except ImportError:
         return False
     return True
 
@@ -217,10 +281,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus-per-replica", type=float, default=1.0, metavar="F")
     add(
         "--router",
-        choices=("prefix", "load"),
-        default="prefix",
-        help="prefix: to the replica that has seen the prompt's beginning, unless it has much "
-        "more to do than others; load: to the less loaded of two",
+        default="auto",
+        metavar="|".join(ROUTERS),
+        help="events: to the replica whose cache has most of the prompt, unless it has much more "
+        "to do than others (mamba-eagle[events]); prefix: to the one that has seen the prompt's "
+        "beginning; load: to the less loaded of two; auto (default): events where installed, or "
+        "prefix; or module:Class, a router for Ray Serve",
     )
     add("--address", default="", help="of a running Ray cluster (default: one on this machine)")
     add("--host", default="127.0.0.1")

@@ -19,16 +19,19 @@ HOP_HEADERS = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding")
 )
 POLL_SECONDS = 0.2
+EVENTS = "kv_events"  # in what a replica tells routers: its sockets, as EventSource has them
 
 
 class Forwarded(NamedTuple):
-    """A request as the ingress took it. ``prompt`` is what a router compares prefixes of."""
+    """A request as the ingress took it. ``prompt`` is what a router compares prefixes of, or
+    ``tokens`` if it knows caches."""
 
     prompt: str
     method: str
     path: str  # with the query
     headers: list[tuple[str, str]]
     body: bytes
+    tokens: Sequence[int] = ()
 
 
 class Head(NamedTuple):

@@ -3,6 +3,7 @@ subscribers; the wire format."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -282,6 +283,52 @@ def test_an_address_that_is_taken_is_refused(published):
     _, publisher, _ = published
     with pytest.raises(ConfigError, match="cannot bind"):
         EventPublisher(publisher.config, new_cache())
+
+
+def test_dynamos_index_knows_what_can_be_reached_from_the_start_and_after_it_was_killed(published):
+    reason = "Dynamo's index is not installed: mamba-eagle[events]"
+    pytest.importorskip("dynamo.llm", reason=reason)
+    from mamba_eagle.cluster.event_index import EventIndex, EventSource
+
+    cache, publisher, _ = published
+    source = EventSource(publisher.config.endpoint, publisher.config.replay_endpoint)
+
+    async def says(index: EventIndex, expected: dict[int, int]) -> None:
+        """The tokens that are cached of prompts, each of one token many times."""
+        found: dict[int, int] = {}
+        until = time.monotonic() + WAIT_SECONDS
+        while found != expected and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+            publisher.publish()  # what did not fit into the queue
+            for token in expected:
+                overlaps = await index.overlaps([token] * (2 * BLOCK + 1))
+                found[token] = overlaps.get("one", -1)
+        assert found == expected
+
+    async def test() -> None:
+        grow(cache, publisher, 0)
+        first = EventIndex()
+        await first.follow({"one": source})
+        await says(first, {0: 2 * BLOCK, 1: 0})
+        grow(cache, publisher, 1)
+        await says(first, {0: 2 * BLOCK, 1: 2 * BLOCK})
+        first.close()
+        cache.flush()
+        for number in range(2, 8):  # more batches than are kept
+            grow(cache, publisher, number)
+        second = EventIndex()
+        await second.follow({"one": source})
+        await says(second, {1: 0, 2: 2 * BLOCK, 7: 2 * BLOCK})
+        assert await second.overlaps([7] * BLOCK) == {}, "the last token is never cached"
+        assert await second.overlaps([7] * 2 * BLOCK) == {"one": BLOCK}
+        cache.flush()
+        publisher.publish()
+        await says(second, {2: 0, 7: 0})
+        await second.follow({})
+        assert await second.overlaps([7] * 3 * BLOCK) == {}
+        second.close()
+
+    asyncio.run(test())
 
 
 def test_events_predict_what_is_cached():

@@ -1,4 +1,4 @@
-"""What a replica passes on, and what a router compares. Ray itself is not needed."""
+"""What a replica passes on, what routers compare, how one decides. Ray itself is not needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from server_harness import listening, run, says, serving, silent
 
-from mamba_eagle.cluster.prompts import MAX_COMPARED, prompt_of
+from mamba_eagle.cluster.prompts import MAX_COMPARED, RENDERED, prompt_of, to_tokenize
 from mamba_eagle.cluster.replica import Forwarded, Head, end_to_end, forward
+from mamba_eagle.cluster.scores import IMBALANCE, ranked
+from mamba_eagle.server.apis.openai.chat_body import Rendered
 
 
 def posted(path: str, **body: Any) -> Forwarded:
@@ -68,3 +70,69 @@ def test_a_broken_body_is_left_to_the_server() -> None:
     assert end_to_end([("Host", "a"), ("Content-Length", "3"), ("Accept", "b")]) == [
         ("Accept", "b")
     ]
+
+
+CHAT = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "one and two"}),
+        ("/generate", {"input_ids": [5, 6, 7]}),
+        ("/v1/completions", {"model": "m", "prompt": ["one", "two"]}),
+        ("/v1/completions", {"model": "m", "prompt": [[5, 6, 7], [8]]}),
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": CHAT, "max_tokens": 3, "stream": False},
+        ),
+    ],
+)
+def test_a_router_by_events_sees_the_tokens_that_the_engine_gets(path: str, body: Any) -> None:
+    async def test() -> None:
+        got = []
+
+        def script(request: Any) -> Any:
+            got.append(request.token_ids)
+            return says("hello")(request)
+
+        async with serving(script, served_model_name="m") as server:
+            asked = to_tokenize(path, json.dumps(body).encode())
+            if isinstance(asked, dict):
+                reply = await server.post("/tokenize", **asked)
+                assert reply.status_code == 200, reply.text
+                asked = reply.json()["tokens"]
+            assert (await server.post(path, **body)).status_code == 200
+            assert list(got[0]) == asked
+
+    run(test())
+
+
+def test_what_makes_a_chats_prompt_is_what_the_tokenizer_takes() -> None:
+    assert Rendered.model_fields.keys() == RENDERED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "hi"}), ("/health", {}), ("/generate", {"text": 1}), ("/", [])],
+)
+def test_without_tokens_a_request_goes_by_load(path: str, body: Any) -> None:
+    assert to_tokenize(path, json.dumps(body).encode()) == []
+
+
+def test_a_replica_is_chosen_by_its_cache_against_its_load() -> None:
+    idle = {"a": 0, "b": 0}
+    assert ranked({"a": 16, "b": 80}, 100, idle, {}) == ["b", "a"]
+    assert ranked({"b": 80}, 100, {"a": 0, "b": 6}, {}) == ["b", "a"]
+    assert ranked({"b": 80}, 100, {"a": 0, "b": 7}, {}) == ["a", "b"], "0.8 is less than 7 / 8"
+    assert ranked({"b": 80}, 100, {"a": 50, "b": 50 + IMBALANCE}, {}) == ["a", "b"]
+    assert ranked({}, 0, {"a": 2, "b": 1, "c": 3}, {}) == ["b", "a", "c"]
+    assert ranked({}, 100, {}, {}) == []
+
+
+def test_prompts_without_a_past_take_turns_even_before_any_has_arrived() -> None:
+    turns: dict[str, int] = {}
+    for turn in range(1, 7):
+        first = ranked({}, 100, {"a": 0, "b": 0, "c": 0}, turns)[0]
+        turns[first] = turn
+    assert sorted(turns.values()) == [4, 5, 6]
