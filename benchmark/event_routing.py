@@ -10,8 +10,8 @@ request an index of the server's events is asked what the cache has; its answer 
 the reply's ``cached_tokens``. The process with the index is killed (SIGKILL), twice, and another
 one takes its place after some requests that nobody listened to.
 
-``chats``: the load of ``benchmark.routers`` over two replicas on Ray, in rounds that take each
-router in turn; each round's latencies are compared with its round robin's.
+``chats``: the load of ``benchmark.routers`` over two replicas on Ray. There is a cluster for each
+router, and rounds take them in turn; each round's latencies are compared with its round robin's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -212,14 +212,14 @@ def cluster(router: str) -> Iterator[tuple[str, list[str]]]:
 
 def chats(path: Path | None, rounds: int) -> None:
     loads: dict[str, list[Load]] = {name: [] for name in ROUTERS}
-    for _ in range(rounds):
-        for name, router in ROUTERS.items():
-            with cluster(router) as (url, servers):
-                time.sleep(3)  # Ray tells routers of replicas each second
-                setting = Setting("ray", router)
-                measure(url, setting, servers)  # warms up
-                loads[name].append(measure(url, setting, servers))
-            print(name, loads[name][-1], flush=True)
+    with ExitStack() as clusters:
+        up = {name: clusters.enter_context(cluster(router)) for name, router in ROUTERS.items()}
+        for number in range(rounds + 1):
+            for name, (url, servers) in up.items():
+                load = measure(url, Setting("ray", name), servers)
+                if number:  # the first warms up
+                    loads[name].append(load)
+                    print(name, load, flush=True)
     robin = [load.mean_latency for load in loads["round robin"]]
     for name, found in loads.items():
         ratios = [load.mean_latency / base for load, base in zip(found, robin)]
@@ -246,7 +246,7 @@ def write(path: Path | None, line: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("predict", "chats"))
-    parser.add_argument("--rounds", type=int, default=3, help="of chats")
+    parser.add_argument("--rounds", type=int, default=7, help="of chats")
     parser.add_argument("--results", type=Path, metavar="FILE")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Eight more open requests outweigh a cache that has the whole prompt.
+# So far may the replica with most of a prompt be ahead of the idlest, in open requests. This is a
+# lot: a chat that moves takes all its later turns, and a second copy of its past, with it.
 IMBALANCE = 8
+WORTH_IT = 0.1  # of the prompt; what all prompts begin with should not bind them
 
 
 def ranked(
@@ -22,10 +24,12 @@ def ranked(
     prompts without a past spread evenly even if all come at once.
     """
     least = min(open_requests.values(), default=0)
+    most = max(overlaps.values(), default=0)
+    known = most if most >= WORTH_IT * length else 0
 
     def cost(replica: str) -> tuple[float, int]:
-        missing = 1 - overlaps.get(replica, 0) / max(length, 1)
+        lost = 1 - overlaps.get(replica, 0) / known if known else 0.0
         excess = open_requests[replica] - least
-        return missing + excess / IMBALANCE, turns.get(replica, 0)
+        return lost + excess / IMBALANCE, turns.get(replica, 0)
 
     return sorted(open_requests, key=cost)

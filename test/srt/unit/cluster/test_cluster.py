@@ -122,10 +122,12 @@ def test_without_tokens_a_request_goes_by_load(path: str, body: Any) -> None:
 
 def test_a_replica_is_chosen_by_its_cache_against_its_load() -> None:
     idle = {"a": 0, "b": 0}
-    assert ranked({"a": 16, "b": 80}, 100, idle, {}) == ["b", "a"]
-    assert ranked({"b": 80}, 100, {"a": 0, "b": 6}, {}) == ["b", "a"]
-    assert ranked({"b": 80}, 100, {"a": 0, "b": 7}, {}) == ["a", "b"], "0.8 is less than 7 / 8"
-    assert ranked({"b": 80}, 100, {"a": 50, "b": 50 + IMBALANCE}, {}) == ["a", "b"]
+    assert ranked({"a": 16, "b": 32}, 100, idle, {}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 49 + IMBALANCE}, {}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 51 + IMBALANCE}, {}) == ["a", "b"]
+    halfway = {"a": 0, "b": IMBALANCE // 2 + 1}
+    assert ranked({"a": 16, "b": 32}, 100, halfway, {}) == ["a", "b"], "half of it is here, too"
+    assert ranked({"b": 32}, 1000, {"a": 0, "b": 1}, {}) == ["a", "b"], "too little to bind it"
     assert ranked({}, 0, {"a": 2, "b": 1, "c": 3}, {}) == ["b", "a", "c"]
     assert ranked({}, 100, {}, {}) == []
 
