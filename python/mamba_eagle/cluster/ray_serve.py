@@ -32,11 +32,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mamba_eagle.cluster.prompts import prompt_of, to_tokenize
+from mamba_eagle.cluster.prompts import prompt_of
 from mamba_eagle.cluster.replica import (
-    EVENTS,
     Forwarded,
     Head,
+    Published,
     ServerChild,
     end_to_end,
     forward,
@@ -77,13 +77,15 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, flags: Sequence[str], with_events: bool
     ) -> None:
-        self.events: tuple[str, ...] = ()
-        if with_events:
+        self.published: Published | None = None
+        if not with_events:
+            self.server = ServerChild(flags)
+        else:
             node = ray.util.get_node_ip_address()
-            self.events = tuple(f"tcp://{node}:{free_port()}" for _ in range(2))
-            sockets = dict(zip(("endpoint", "replay_endpoint"), self.events))
-            flags = [*flags, "--kv-events-config", json.dumps(sockets)]
-        self.server = ServerChild(flags)
+            endpoint, replay_endpoint = (f"tcp://{node}:{free_port()}" for _ in range(2))
+            config = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+            self.server = ServerChild([*flags, "--kv-events-config", json.dumps(config)], node)
+            self.published = Published(endpoint, replay_endpoint, self.server.url)
         await self.server.wait_until_ready(READY_SECONDS)
 
     async def check_health(self) -> None:
@@ -91,7 +93,7 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Ray hands it to the router."""
-        return {EVENTS: self.events} if self.events else {}
+        return self.published._asdict() if self.published is not None else {}
 
     async def forward(self, request: Forwarded) -> AsyncIterator[Head | bytes]:
         async for part in forward(self.server.client, request):
@@ -105,9 +107,8 @@ class Replica:
 class Ingress:
     """HTTP in, HTTP out."""
 
-    def __init__(self, replicas: DeploymentHandle, with_events: bool) -> None:
+    def __init__(self, replicas: DeploymentHandle) -> None:
         self.replicas = replicas.options(method_name="forward", stream=True)
-        self.with_events = with_events
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
@@ -119,7 +120,6 @@ class Ingress:
             request.url.path + query,
             headers,
             body,
-            await self._tokens(request.url.path, headers, body) if self.with_events else (),
         )
         parts = self.replicas.remote(forwarded)
         try:
@@ -130,23 +130,6 @@ class Ingress:
         reply = StreamingResponse(_body(parts), head.status)
         reply.raw_headers = [(name.encode(), value.encode()) for name, value in head.headers]
         return reply
-
-    async def _tokens(
-        self, path: str, headers: list[tuple[str, str]], body: bytes
-    ) -> Sequence[int]:
-        """Of the prompt, as some replica's server makes them; () if it goes by load."""
-        asked = to_tokenize(path, body)
-        if isinstance(asked, list):
-            return asked
-        plain = [(name, value) for name, value in headers if name.lower() != "accept-encoding"]
-        question = Forwarded(path, "POST", "/tokenize", plain, json.dumps(asked).encode())
-        try:
-            head, *pieces = [part async for part in self.replicas.remote(question)]
-            # What is wrong with the request its own reply will say.
-            return json.loads(b"".join(pieces))["tokens"] if head.status == 200 else ()
-        except Exception:
-            log.exception("a prompt was not tokenized, and goes to the less loaded replica")
-            return ()
 
 
 async def _body(parts: Any) -> AsyncIterator[bytes]:
@@ -194,7 +177,7 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": 0.2, "runtime_env": quiet if with_events else {}},
     )(Ingress)
-    return ingress.bind(replicas, with_events)
+    return ingress.bind(replicas)
 
 
 def _gpus(config: ClusterConfig) -> float:
@@ -211,9 +194,7 @@ def _router(config: ClusterConfig) -> RequestRouterConfig | None:
     if config.router == "load":
         return None
     if config.router in ("auto", "events") and _can_import(EVENT_ROUTER):
-        return RequestRouterConfig(
-            request_router_class=EVENT_ROUTER, request_routing_stats_period_s=1
-        )
+        return RequestRouterConfig(request_router_class=EVENT_ROUTER)
     if config.router == "events":
         raise ValueError("router = events needs a package: pip install 'mamba-eagle[events]'")
     if config.router not in ROUTERS:

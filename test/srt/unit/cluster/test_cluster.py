@@ -11,7 +11,7 @@ from server_harness import listening, run, says, serving, silent
 
 from mamba_eagle.cluster.prompts import MAX_COMPARED, RENDERED, prompt_of, to_tokenize
 from mamba_eagle.cluster.replica import Forwarded, Head, end_to_end, forward
-from mamba_eagle.cluster.scores import IMBALANCE, ranked
+from mamba_eagle.cluster.scores import CLOSE, IMBALANCE, Scores
 from mamba_eagle.server.apis.openai.chat_body import Rendered
 
 
@@ -121,20 +121,21 @@ def test_without_tokens_a_request_goes_by_load(path: str, body: Any) -> None:
 
 
 def test_a_replica_is_chosen_by_its_cache_against_its_load() -> None:
-    idle = {"a": 0, "b": 0}
-    assert ranked({"a": 16, "b": 32}, 100, idle, {}) == ["b", "a"]
-    assert ranked({"b": 32}, 100, {"a": 50, "b": 49 + IMBALANCE}, {}) == ["b", "a"]
-    assert ranked({"b": 32}, 100, {"a": 50, "b": 51 + IMBALANCE}, {}) == ["a", "b"]
+    ranked = Scores().ranked
+    assert ranked({"a": 16, "b": 32}, 100, {"a": 0, "b": 0}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 49 + IMBALANCE}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 51 + IMBALANCE}) == ["a", "b"]
     halfway = {"a": 0, "b": IMBALANCE // 2 + 1}
-    assert ranked({"a": 16, "b": 32}, 100, halfway, {}) == ["a", "b"], "half of it is here, too"
-    assert ranked({"b": 32}, 1000, {"a": 0, "b": 1}, {}) == ["a", "b"], "too little to bind it"
-    assert ranked({}, 0, {"a": 2, "b": 1, "c": 3}, {}) == ["b", "a", "c"]
-    assert ranked({}, 100, {}, {}) == []
+    assert ranked({"a": 16, "b": 32}, 100, halfway) == ["a", "b"], "half of it is here, too"
+    assert ranked({"b": 32}, 1000, {"a": 0, "b": CLOSE}) == ["a", "b"], "too little to bind it"
+    assert ranked({}, 0, {"a": 2 * CLOSE, "b": 0, "c": CLOSE}) == ["b", "c", "a"]
+    assert ranked({}, 100, {}) == []
 
 
-def test_prompts_without_a_past_take_turns_even_before_any_has_arrived() -> None:
-    turns: dict[str, int] = {}
-    for turn in range(1, 7):
-        first = ranked({}, 100, {"a": 0, "b": 0, "c": 0}, turns)[0]
-        turns[first] = turn
-    assert sorted(turns.values()) == [4, 5, 6]
+def test_new_prompts_take_turns_whatever_old_ones_do() -> None:
+    scores, first = Scores(), []
+    for turn in range(6):
+        load = {"a": 0, "b": turn % CLOSE, "c": 0}
+        first += scores.ranked({}, 100, load)[:1]
+        scores.ranked({"a": 64}, 100, load)
+    assert sorted(first[:3]) == sorted(first[3:]) == ["a", "b", "c"]
