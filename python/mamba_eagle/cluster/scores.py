@@ -8,7 +8,6 @@ from collections.abc import Mapping
 # lot: a chat that moves takes all its later turns, and a second copy of its past, with it.
 IMBALANCE = 8
 WORTH_IT = 0.1  # of the prompt; what all prompts begin with should not bind them
-
 CLOSE = 4  # a difference of fewer open requests does not decide where a new prompt goes
 
 
