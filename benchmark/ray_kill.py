@@ -32,6 +32,7 @@ from mamba_eagle.bench import results
 REQUESTS, CONCURRENCY, NEW_TOKENS, PAIRS = 90, 8, 160, 60
 REPLICAS, START_SECONDS = 2, 300.0
 FLAGS = ("--device", "cpu", "--cpu-threads", "1", "--max-total-tokens", "32768")
+FLAGS_OF_URL = (HOST, PORT) = ("--host", "--port")
 ACTOR = "ray::ServeReplica:mamba-eagle:Replica"
 
 
@@ -58,8 +59,8 @@ def replicas(command: psutil.Process) -> list[Replica]:
             words = process.cmdline()
         if words and words[0].startswith(ACTOR):
             lines = [child.cmdline() for child in process.children(recursive=True)]
-            ports = [line[line.index("--port") + 1] for line in lines if "--port" in line]
-            found += [Replica(process, f"http://127.0.0.1:{ports[0]}")] if ports else []
+            at = [[line[line.index(f) + 1] for f in FLAGS_OF_URL] for line in lines if HOST in line]
+            found += [Replica(process, "http://{}:{}".format(*at[0]))] if at else []
     return found
 
 
@@ -148,7 +149,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--router", default="load", choices=("load", "prefix"))
+    parser.add_argument("--router", default="load", choices=("load", "prefix", "events"))
     parser.add_argument("--results", type=Path, metavar="FILE")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -4,8 +4,8 @@
 
 Ray Serve places the replicas and their GPUs, watches and restarts them, and scales them if asked.
 Each replica is this project's server as a child process. An ingress takes HTTP, and passes each
-request to the replica that its prompt's beginning went to before, by Ray's own router; bytes go
-through as they are.
+request to the replica whose cache has most of its prompt, as KV events say, or to the one that its
+beginning went to before, as Ray's own router remembers; bytes go through as they are.
 
     client ─HTTP─▶ Ray's proxy ─▶ Ingress ─▶ Replica ─HTTP─▶ server process ─▶ scheduler, runner
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import signal
 import sys
@@ -32,7 +33,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mamba_eagle.cluster.prompts import prompt_of
-from mamba_eagle.cluster.replica import Forwarded, Head, ServerChild, end_to_end, forward
+from mamba_eagle.cluster.replica import (
+    Forwarded,
+    Head,
+    Published,
+    ServerChild,
+    end_to_end,
+    forward,
+    free_port,
+)
+from mamba_eagle.cluster.scores import IMBALANCE
 
 log = logging.getLogger("mamba_eagle.cluster")
 READY_SECONDS = 900.0  # loading a large model takes minutes
@@ -41,8 +51,8 @@ PREFIX_ROUTER = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
     ":PrefixCacheAffinityRouter"
 )
-# How many more requests one replica may hold before the load counts for more than the cache.
-IMBALANCE = 8
+EVENT_ROUTER = "mamba_eagle.cluster.event_router:EventRouter"
+ROUTERS = ("auto", "events", "prefix", "load")
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class ClusterConfig:
     gpus_per_replica: float | None = None  # None: 1 where the cluster has GPUs
     cpus_per_replica: float = 1.0
     max_ongoing_requests: int = 256  # per replica; others wait in the ingress
-    router: str = "prefix"  # or "load"
+    router: str = "auto"  # one of ROUTERS, or another of Ray's as module:Class
 
 
 # ── what runs on the cluster ─────────────────────────────────────────────────────────────────
@@ -64,12 +74,26 @@ class ClusterConfig:
 class Replica:
     """A server. Ray calls ``check_health``, and starts another replica when it fails."""
 
-    async def __init__(self, flags: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
-        self.server = ServerChild(flags)
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, flags: Sequence[str], with_events: bool
+    ) -> None:
+        self.published: Published | None = None
+        if not with_events:
+            self.server = ServerChild(flags)
+        else:
+            node = ray.util.get_node_ip_address()
+            endpoint, replay_endpoint = (f"tcp://{node}:{free_port()}" for _ in range(2))
+            config = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+            self.server = ServerChild([*flags, "--kv-events-config", json.dumps(config)], node)
+            self.published = Published(endpoint, replay_endpoint, self.server.url)
         await self.server.wait_until_ready(READY_SECONDS)
 
     async def check_health(self) -> None:
         await self.server.check_health()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Ray hands it to the router."""
+        return self.published._asdict() if self.published is not None else {}
 
     async def forward(self, request: Forwarded) -> AsyncIterator[Head | bytes]:
         async for part in forward(self.server.client, request):
@@ -130,6 +154,8 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
     if isinstance(config, dict):
         flags = tuple(config.get("server_flags", ()))
         config = ClusterConfig(**{**config, "server_flags": flags})
+    router = _router(config)
+    with_events = router is not None and router.request_router_class == EVENT_ROUTER
     options: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests,
         "health_check_period_s": 5,
@@ -142,14 +168,14 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
         )
     else:
         options["num_replicas"] = config.num_replicas
-    if config.router == "prefix" and _has_prefix_router():
-        options["request_router_config"] = RequestRouterConfig(
-            request_router_class=PREFIX_ROUTER,
-            request_router_kwargs={"imbalanced_threshold": IMBALANCE, "do_eviction": True},
-        )
-    replicas = serve.deployment(**options)(Replica).bind(config.server_flags)
+    if router is not None:
+        options["request_router_config"] = router
+    replicas = serve.deployment(**options)(Replica).bind(config.server_flags, with_events)
+    quiet = {"env_vars": {"DYN_LOG": "error"}}  # a new subscriber's first gap is a warning to it
     ingress = serve.deployment(
-        num_replicas=1, max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0.2}
+        num_replicas=1,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": 0.2, "runtime_env": quiet if with_events else {}},
     )(Ingress)
     return ingress.bind(replicas)
 
@@ -160,16 +186,35 @@ def _gpus(config: ClusterConfig) -> float:
     return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
 
 
-def _has_prefix_router() -> bool:
-    module = PREFIX_ROUTER.partition(":")[0]
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
+def _router(config: ClusterConfig) -> RequestRouterConfig | None:
+    """None: Ray's own, by load.
+
+    Raises: ValueError if it is to be the one by events, and that lacks a package.
+    """
+    if config.router == "load":
+        return None
+    if config.router in ("auto", "events") and _can_import(EVENT_ROUTER):
+        return RequestRouterConfig(request_router_class=EVENT_ROUTER)
+    if config.router == "events":
+        raise ValueError("router = events needs a package: pip install 'mamba-eagle[events]'")
+    if config.router not in ROUTERS:
+        return RequestRouterConfig(request_router_class=config.router)
+    if not _can_import(PREFIX_ROUTER):
         log.warning(
             "requests go to the least loaded replica, not to the one that knows their prompt: "
-            "Ray's prefix router cannot be imported (%s); pip install 'mamba-eagle[ray]'",
-            error,
+            "Ray's prefix router cannot be imported; pip install 'mamba-eagle[ray]'"
         )
+        return None
+    return RequestRouterConfig(
+        request_router_class=PREFIX_ROUTER,
+        request_router_kwargs={"imbalanced_threshold": IMBALANCE, "do_eviction": True},
+    )
+
+
+def _can_import(router: str) -> bool:
+    try:
+        importlib.import_module(router.partition(":")[0])
+    except ImportError:
         return False
     return True
 
@@ -217,10 +262,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus-per-replica", type=float, default=1.0, metavar="F")
     add(
         "--router",
-        choices=("prefix", "load"),
-        default="prefix",
-        help="prefix: to the replica that has seen the prompt's beginning, unless it has much "
-        "more to do than others; load: to the less loaded of two",
+        default="auto",
+        metavar="|".join(ROUTERS),
+        help="events: to the replica whose cache has most of the prompt, unless it has much more "
+        "to do than others (mamba-eagle[events]); prefix: to the one that has seen the prompt's "
+        "beginning; load: to the less loaded of two; auto (default): events where installed, or "
+        "prefix; or module:Class, a router for Ray Serve",
     )
     add("--address", default="", help="of a running Ray cluster (default: one on this machine)")
     add("--host", default="127.0.0.1")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import httpx
@@ -31,6 +30,14 @@ class Forwarded(NamedTuple):
     body: bytes
 
 
+class Published(NamedTuple):
+    """What a router by events knows of a replica: the sockets of its KV events, and its server."""
+
+    endpoint: str
+    replay_endpoint: str
+    url: str
+
+
 class Head(NamedTuple):
     """How a reply begins; its body follows in pieces."""
 
@@ -41,14 +48,15 @@ class Head(NamedTuple):
 class ServerChild:
     """A server on a free port of this machine."""
 
-    def __init__(self, flags: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-        self.port = free_port()
+    def __init__(self, flags: Sequence[str], host: str = "127.0.0.1") -> None:
+        port = free_port()
+        self.url = f"http://{host}:{port}"
         command = [sys.executable, "-m", "mamba_eagle.cluster.guarded_server", *flags]
         # The last of two equal flags counts.
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        self.process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
+        command += ["--host", host, "--port", str(port)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.client = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.port}",
+            base_url=self.url,
             timeout=None,  # whatever a request may take is the server's to decide
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )

@@ -2,7 +2,8 @@
 
 The format is vLLM's, which routers such as NVIDIA Dynamo's and llm-d's read:
 
-    PUB      topic, sequence number (8 bytes, big-endian), msgpack of [time, [events], rank]
+    PUB      topic, sequence number (8 bytes, big-endian), msgpack of [time, [events], rank]; a
+             batch without events follows each subscription: who missed any sees it by the number
     ROUTER   (b"", n) is answered by each batch from n on, as (b"", number, msgpack), and then by
              (b"", -1, b""); so a client needs a DEALER socket, since REQ takes one reply only
 
@@ -37,6 +38,7 @@ from mamba_eagle.events_config import EventsConfig
 
 log = logging.getLogger("mamba_eagle.scheduler")
 POLL_MS = 20  # how long a replay may wait
+SUBSCRIBE = b"\x01"  # how XPUB says so; the topic follows
 END = (-1).to_bytes(8, "big", signed=True)
 MAX_SNAPSHOT_EVENT = 1024  # blocks in one event of a snapshot
 
@@ -96,7 +98,7 @@ class EventPublisher:
         self.lost = False  # batches did not fit into the queue
         self._queue: queue.Queue[list[AnyEvent] | None] = queue.Queue(config.max_queue_size)
         self._context = zmq.Context()
-        self._pub = self._bind(zmq.PUB, config.endpoint)
+        self._pub = self._bind(zmq.XPUB, config.endpoint)
         self._replay = self._bind(zmq.ROUTER, config.replay_endpoint)
         self._snapshot, self._next = Snapshot(), 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -110,6 +112,8 @@ class EventPublisher:
             return None
         socket = self._context.socket(kind)
         socket.set_hwm(self.config.hwm)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # it tells of each subscription
         socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.bind(endpoint)
@@ -149,10 +153,20 @@ class EventPublisher:
             try:
                 if events is not None:
                     self._send(events)
+                if self._subscribed():
+                    self._send([])
                 while self._replay is not None and self._replay.poll(0):
                     self._answer(self._replay)
             except Exception:
                 log.exception("KV events: a batch or a replay was not sent")
+
+    def _subscribed(self) -> bool:
+        """Whether somebody has subscribed since the last call."""
+        assert self._pub is not None
+        anybody = False
+        while self._pub.poll(0):
+            anybody |= self._pub.recv().startswith(SUBSCRIBE)
+        return anybody
 
     def _send(self, events: list[AnyEvent]) -> None:
         self._snapshot.apply(events)

@@ -3,6 +3,7 @@ subscribers; the wire format."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -147,6 +148,13 @@ class Subscriber:
                 self.blocks.clear()
         self.next = number + 1
 
+    def is_greeted(self) -> None:
+        """A batch without events comes at once, whose number says what was missed."""
+        assert self.sub.poll(WAIT_SECONDS * 1000), "no one noticed"
+        _, number, payload = self.sub.recv_multipart()
+        assert msgspec.msgpack.decode(payload)[1] == []
+        self.missed = int.from_bytes(number, "big")
+
     def listen(self) -> None:
         """One batch; those that were replayed already are skipped."""
         assert self.sub.poll(WAIT_SECONDS * 1000), "no event arrived"
@@ -173,15 +181,16 @@ class Subscriber:
 
 @pytest.fixture
 def published():
-    """A cache, its publisher with room for three batches, and a way to make a subscriber."""
+    """A cache, its publisher with room for four batches, and a way to make a subscriber."""
     port = free_ports(2)
     first, second = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
-    config = EventsConfig(endpoint=first, replay_endpoint=second, buffer_steps=3, max_queue_size=4)
+    config = EventsConfig(endpoint=first, replay_endpoint=second, buffer_steps=4, max_queue_size=4)
     cache, subscribers = new_cache(), []
     publisher = EventPublisher(config, cache)
 
     def subscribe() -> Subscriber:
         subscribers.append(Subscriber(config))
+        subscribers[-1].is_greeted()
         return subscribers[-1]
 
     yield cache, publisher, subscribe
@@ -212,19 +221,20 @@ def test_a_late_subscriber_is_told_everything_and_then_hears_the_rest(published)
         grow(cache, publisher, number)
     sent(publisher, 3)
     early = subscribe()
-    assert early.catch_up(0) == 3 and early.blocks == reached(publisher)
+    assert early.missed == 3
+    assert early.catch_up(0) == 4 and early.blocks == reached(publisher)
     for number in range(3, 6):
         grow(cache, publisher, number)
-    sent(publisher, 6)
+    sent(publisher, 7)
     late = subscribe()
-    assert late.catch_up(0) == 1, "batches 0 to 2 are not kept: a snapshot"
-    assert late.blocks == reached(publisher) and late.next == 6
-    assert early.catch_up(3) == 3 and early.blocks == late.blocks
+    assert late.catch_up(0) == 1, "batches 0 to 3 are not kept: a snapshot"
+    assert late.blocks == reached(publisher) and late.next == 8
+    assert early.catch_up(4) == 4 and early.blocks == late.blocks
     cache.evict_states(2)
     publisher.publish()
     cache.flush()
     publisher.publish()
-    sent(publisher, 8)
+    sent(publisher, 10)
     for subscriber in (early, late):
         subscriber.catch_up(subscriber.next)
         assert subscriber.blocks == {}
@@ -233,12 +243,6 @@ def test_a_late_subscriber_is_told_everything_and_then_hears_the_rest(published)
 def test_a_live_subscriber_hears_what_changes(published):
     cache, publisher, subscribe = published
     subscriber = subscribe()
-    until = time.monotonic() + WAIT_SECONDS
-    while not subscriber.sub.poll(50):  # until the subscription has arrived
-        assert time.monotonic() < until
-        cache.flush()  # or its few states were used up
-        grow(cache, publisher, 1)
-    subscriber.catch_up(0)
     grow(cache, publisher, 10)
     while subscriber.blocks != reached(publisher):
         subscriber.listen()
@@ -279,6 +283,52 @@ def test_an_address_that_is_taken_is_refused(published):
     _, publisher, _ = published
     with pytest.raises(ConfigError, match="cannot bind"):
         EventPublisher(publisher.config, new_cache())
+
+
+def test_dynamos_index_knows_what_can_be_reached_from_the_start_and_after_it_was_killed(published):
+    reason = "Dynamo's index is not installed: mamba-eagle[events]"
+    pytest.importorskip("dynamo.llm", reason=reason)
+    from mamba_eagle.cluster.event_index import EventIndex, EventSource
+
+    cache, publisher, _ = published
+    source = EventSource(publisher.config.endpoint, publisher.config.replay_endpoint)
+
+    async def says(index: EventIndex, expected: dict[int, int]) -> None:
+        """The tokens that are cached of prompts, each of one token many times."""
+        found: dict[int, int] = {}
+        until = time.monotonic() + WAIT_SECONDS
+        while found != expected and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+            publisher.publish()  # what did not fit into the queue
+            for token in expected:
+                overlaps = await index.overlaps([token] * (2 * BLOCK + 1))
+                found[token] = overlaps.get("one", -1)
+        assert found == expected
+
+    async def test() -> None:
+        grow(cache, publisher, 0)
+        first = EventIndex()
+        await first.follow({"one": source})
+        await says(first, {0: 2 * BLOCK, 1: 0})
+        grow(cache, publisher, 1)
+        await says(first, {0: 2 * BLOCK, 1: 2 * BLOCK})
+        first.close()
+        cache.flush()
+        for number in range(2, 8):  # more batches than are kept
+            grow(cache, publisher, number)
+        second = EventIndex()
+        await second.follow({"one": source})
+        await says(second, {1: 0, 2: 2 * BLOCK, 7: 2 * BLOCK})
+        assert await second.overlaps([7] * BLOCK) == {}, "the last token is never cached"
+        assert await second.overlaps([7] * 2 * BLOCK) == {"one": BLOCK}
+        cache.flush()
+        publisher.publish()
+        await says(second, {2: 0, 7: 0})
+        await second.follow({})
+        assert await second.overlaps([7] * 3 * BLOCK) == {}
+        second.close()
+
+    asyncio.run(test())
 
 
 def test_events_predict_what_is_cached():

@@ -1,4 +1,4 @@
-"""What a replica passes on, and what a router compares. Ray itself is not needed."""
+"""What a replica passes on, what routers compare, how one decides. Ray itself is not needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from server_harness import listening, run, says, serving, silent
 
-from mamba_eagle.cluster.prompts import MAX_COMPARED, prompt_of
+from mamba_eagle.cluster.prompts import MAX_COMPARED, RENDERED, prompt_of, to_tokenize
 from mamba_eagle.cluster.replica import Forwarded, Head, end_to_end, forward
+from mamba_eagle.cluster.scores import CLOSE, IMBALANCE, Scores
+from mamba_eagle.server.apis.openai.chat_body import Rendered
 
 
 def posted(path: str, **body: Any) -> Forwarded:
@@ -68,3 +70,72 @@ def test_a_broken_body_is_left_to_the_server() -> None:
     assert end_to_end([("Host", "a"), ("Content-Length", "3"), ("Accept", "b")]) == [
         ("Accept", "b")
     ]
+
+
+CHAT = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "one and two"}),
+        ("/generate", {"input_ids": [5, 6, 7]}),
+        ("/v1/completions", {"model": "m", "prompt": ["one", "two"]}),
+        ("/v1/completions", {"model": "m", "prompt": [[5, 6, 7], [8]]}),
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": CHAT, "max_tokens": 3, "stream": False},
+        ),
+    ],
+)
+def test_a_router_by_events_sees_the_tokens_that_the_engine_gets(path: str, body: Any) -> None:
+    async def test() -> None:
+        got = []
+
+        def script(request: Any) -> Any:
+            got.append(request.token_ids)
+            return says("hello")(request)
+
+        async with serving(script, served_model_name="m") as server:
+            asked = to_tokenize(path, json.dumps(body).encode())
+            if isinstance(asked, dict):
+                reply = await server.post("/tokenize", **asked)
+                assert reply.status_code == 200, reply.text
+                asked = reply.json()["tokens"]
+            assert (await server.post(path, **body)).status_code == 200
+            assert list(got[0]) == asked
+
+    run(test())
+
+
+def test_what_makes_a_chats_prompt_is_what_the_tokenizer_takes() -> None:
+    assert Rendered.model_fields.keys() == RENDERED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "hi"}), ("/health", {}), ("/generate", {"text": 1}), ("/", [])],
+)
+def test_without_tokens_a_request_goes_by_load(path: str, body: Any) -> None:
+    assert to_tokenize(path, json.dumps(body).encode()) == []
+
+
+def test_a_replica_is_chosen_by_its_cache_against_its_load() -> None:
+    ranked = Scores().ranked
+    assert ranked({"a": 16, "b": 32}, 100, {"a": 0, "b": 0}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 49 + IMBALANCE}) == ["b", "a"]
+    assert ranked({"b": 32}, 100, {"a": 50, "b": 51 + IMBALANCE}) == ["a", "b"]
+    halfway = {"a": 0, "b": IMBALANCE // 2 + 1}
+    assert ranked({"a": 16, "b": 32}, 100, halfway) == ["a", "b"], "half of it is here, too"
+    assert ranked({"b": 32}, 1000, {"a": 0, "b": CLOSE}) == ["a", "b"], "too little to bind it"
+    assert ranked({}, 0, {"a": 2 * CLOSE, "b": 0, "c": CLOSE}) == ["b", "c", "a"]
+    assert ranked({}, 100, {}) == []
+
+
+def test_new_prompts_take_turns_whatever_old_ones_do() -> None:
+    scores, first = Scores(), []
+    for turn in range(6):
+        load = {"a": 0, "b": turn % CLOSE, "c": 0}
+        first += scores.ranked({}, 100, load)[:1]
+        scores.ranked({"a": 64}, 100, load)
+    assert sorted(first[:3]) == sorted(first[3:]) == ["a", "b", "c"]
