@@ -2,8 +2,6 @@
 rank with and samplers draw with, in the form that runs everywhere. Shapes: as in base.py.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens

@@ -1,7 +1,5 @@
 """Kernels that are called for spans of units, on as many threads as there are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any

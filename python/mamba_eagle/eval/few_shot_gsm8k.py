@@ -5,8 +5,6 @@
 Without --data-path it asks the 200 held-out problems that come with the embedded model.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Grouped-query attention. The context stores keys and values; rotary.py adds RoPE."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Gated feed-forward layers: ``down(act(gate(x)) * up(x))``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

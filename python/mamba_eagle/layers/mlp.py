@@ -1,7 +1,5 @@
 """Feed-forward layers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding

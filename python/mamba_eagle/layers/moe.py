@@ -1,7 +1,5 @@
 """Mixtures of experts: routers, the experts' products, and layers built from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """RMS norms: plain, and gated over groups of channels as in Mamba2."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

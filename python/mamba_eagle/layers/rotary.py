@@ -1,7 +1,5 @@
 """Rotary position encoding (arXiv 2104.09864) of all channels of a head, or of the first ones."""
 
-from __future__ import annotations
-
 import math
 
 import torch

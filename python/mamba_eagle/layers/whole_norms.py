@@ -1,7 +1,5 @@
 """Attention with norms over all heads of queries, and of keys, at once, as in Olmo-Hybrid."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Ling 3: Kimi delta attention and gated latent attention with RoPE, and mixtures of experts."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

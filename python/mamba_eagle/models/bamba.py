@@ -1,7 +1,5 @@
 """Bamba: Mamba2 with a few attention layers, which rotate half of each head; gated MLPs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

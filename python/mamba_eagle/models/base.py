@@ -1,7 +1,5 @@
 """What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

@@ -5,8 +5,6 @@ float32, before the weights are rounded to the model's dtype. Only those of the 
 of the scores), of the embedding and of the logits are applied at run time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Granite 4.0 H: Mamba2 with a few attention layers, routed and shared experts in each layer, and
 four multipliers instead of MuP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

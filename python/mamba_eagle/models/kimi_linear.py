@@ -1,8 +1,6 @@
 """Kimi Linear: Kimi delta attention, with latent attention in every fourth layer, and mixtures of
 experts from the second layer on (arXiv 2510.26692)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

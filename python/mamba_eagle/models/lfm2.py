@@ -1,7 +1,5 @@
 """LFM2: gated short convolutions with a few attention layers; gated MLPs, or experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 These serve as plain targets to compare the hybrids with, and as small draft models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.layers.block import PreNormLayer

@@ -1,8 +1,6 @@
 """Mamba2 without other layers: the models of state-spaces, and Codestral-Mamba, in their own format
 and in that of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.layers.block import make_blocks

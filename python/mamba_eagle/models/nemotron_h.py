@@ -5,8 +5,6 @@ Nemotron 3.5 Lightning. The multi-token-prediction layers that come with some of
 drafter (mtp.py).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Olmo-Hybrid: gated DeltaNet layers with beta up to 2, and attention layers with norms of what
 they add instead of what they read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

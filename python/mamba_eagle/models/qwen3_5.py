@@ -1,8 +1,6 @@
 """Qwen3.5 and its successors, dense and with experts: Qwen3-Next with other projections. Of the
 multimodal checkpoints only the text part is read: prompts have no images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

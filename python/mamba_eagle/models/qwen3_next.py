@@ -1,8 +1,6 @@
 """Qwen3-Next: gated DeltaNet layers, every fourth one gated attention; routed experts and a shared
 one in nearly all layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Folders of weights that came in parts: files with what was sent, and links to the files that have
 the rest, joined by an index."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Zamba2: Mamba2 layers, some of which also receive the output of a transformer block. One or two
 such blocks are shared by all these layers; each use of a block has its own low-rank adapters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

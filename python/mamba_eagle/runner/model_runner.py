@@ -1,7 +1,5 @@
 """Executes plans, one step at a time. No policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

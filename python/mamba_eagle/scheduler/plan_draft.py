@@ -1,7 +1,5 @@
 """One plan: while it is built, and while its result is awaited."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

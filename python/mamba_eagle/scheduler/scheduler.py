@@ -9,8 +9,6 @@ process   a prompt that ends has its first token; of trees, the accepted nodes a
           what is new is answered; who has ended leaves with the next plan
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The server process's end of the engine: requests go out, outputs find who waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

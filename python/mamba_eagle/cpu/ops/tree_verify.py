@@ -20,8 +20,6 @@ b of R request slots, T tree nodes, W rows per request, H heads of P channels, G
 size, K convolution width, C = H*P + 2*G*N convolution channels, E gates: H, or 2 H.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -20,8 +20,6 @@ Intel, "Intel 64 and IA-32 Architectures Software Developer's Manual", volume 1,
 registers and their configuration. Linux, Documentation/arch/x86/xstate.rst: the permission.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys

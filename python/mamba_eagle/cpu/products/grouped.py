@@ -9,8 +9,6 @@ the instructions, the batch or the threads. A block holds 16 outputs: codes [in 
 once per group, since Σ (number + offset) q = Σ number q + offset Σ q.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple

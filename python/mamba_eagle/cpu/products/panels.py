@@ -8,8 +8,6 @@ docs/design/kernels.md. An output in bfloat16 lies beside the one that is a regi
 (``PAIR``), so that a vector of such pairs becomes two registers by one shift and one mask.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

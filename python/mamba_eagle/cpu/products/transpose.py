@@ -4,8 +4,6 @@ Loading is mostly this. torch copies one number after the other; here 16 vectors
 become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

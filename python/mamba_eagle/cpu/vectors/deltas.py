@@ -8,8 +8,6 @@ state before it writes any, so what lies at hand is a block of 16 rows, in the c
 sums are then those of 16 channels side by side.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.cpu.vectors.code import F32, FLOATS, I64, LANES, Code, vector_code

@@ -11,8 +11,6 @@ A tile of a state stays in registers while all rows and nodes go over it. Sums o
 are made as vectors, 16 rows of the state side by side, and added up across these together.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from math import exp
 from typing import Any

@@ -1,7 +1,5 @@
 """The body of Anthropic's /v1/messages as one of /v1/chat/completions."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any
