@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.bench import results
-from mamba_eagle.bench.client import (
-    ServerError,
-    add_server_flags,
-    full_url,
-    generate_all,
-    no_one,
-)
+from mamba_eagle.bench.client import ServerError, add_server_flags, full_url, generate_all, no_one
 from mamba_eagle.config import Parser
 from mamba_eagle.eval import gsm8k
 

@@ -13,13 +13,7 @@ from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig, MoEConfig
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.parse import (
-    MAMBA_NAMES,
-    attention_config,
-    mamba_config,
-    model_config,
-    only,
-)
+from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
 # published name -> ours

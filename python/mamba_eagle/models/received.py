@@ -17,13 +17,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.message import TensorInfo
 from mamba_eagle.message.channel import PID_FILE, RECEIVED_PREFIX
-from mamba_eagle.models.loader import (
-    INDEX,
-    Checkpoint,
-    read_header,
-    shortened,
-    stored_tensors,
-)
+from mamba_eagle.models.loader import INDEX, Checkpoint, read_header, shortened, stored_tensors
 
 
 def is_received(path: str) -> bool:

@@ -6,11 +6,7 @@ from typing import NamedTuple
 from mamba_eagle.cache.node import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
-from mamba_eagle.message import (
-    DecodeBatch,
-    Plan,
-    PrefillItem,
-)
+from mamba_eagle.message import DecodeBatch, Plan, PrefillItem
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Choice
