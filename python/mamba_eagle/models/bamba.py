@@ -32,9 +32,7 @@ class BambaLayer(MixerLayer):
 
 class BambaForCausalLM(CausalLM):
     names = Names(norm="final_layernorm")
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [BambaLayer(config, i) for i in range(len(config.blocks))])
+    layer_class = BambaLayer
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

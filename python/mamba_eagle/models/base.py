@@ -1,6 +1,6 @@
 """What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -72,20 +72,26 @@ class Names(NamedTuple):
 class CausalLM(Layer):
     """A decoder with a language-model head; parameters have the names that the family publishes.
 
-    A family gives its layers, ``names``, and ``target`` where its checkpoints lay out tensors
-    differently. It may set ``embedding_scale`` and ``logits_scale``, and ``late_sums`` if all its
-    layers are ``LateLayer``s, or override ``run_layers``.
+    A family gives ``layer_class`` or its layers, ``names``, and what differs in its checkpoints:
+    ``renamed``, ``skipped``, ``place``. It may set ``embedding_scale`` and ``logits_scale``, and
+    ``late_sums`` if all its layers are ``LateLayer``s, or override ``run_layers``.
 
     If ``config.stage`` says so it has only some layers, and hands what they make to the next stage.
     """
 
     names = Names()
+    layer_class: ClassVar[type[Any]]  # made of the config and the layer's index among all
+    renamed: ClassVar[Mapping[str, str]] = {}  # parts of published names -> ours, in this order
+    skipped: ClassVar[tuple[str, ...]] = ()  # what names of tensors that are not needed begin with
     late_sums: ClassVar[bool] = False
     reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
-    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
-        """layers: all of the model's, each with its place in this stage's pools."""
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module] | None = None) -> None:
+        """layers: all of the model's, each with its place in this stage's pools; None: all are of
+        ``layer_class``."""
         super().__init__()
+        if layers is None:
+            layers = [self.layer_class(config, i) for i in range(len(config.blocks))]
         self.config, self.held = config, config.held_layers
         layers = layers[self.held.begin : self.held.end]
         is_last = config.is_last_stage
@@ -243,8 +249,18 @@ class CausalLM(Layer):
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None if it is not needed."""
+        if name.startswith(self.skipped):
+            return None
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return None
         if name.endswith("rotary_emb.inv_freq"):  # in older checkpoints; config.json implies it
             return None
-        return Target(name)
+        for published, ours in self.renamed.items():
+            name = name.replace(published, ours)
+        return self.place(name) or Target(name)
+
+    @staticmethod
+    def place(name: str) -> Target | None:
+        """Where a tensor goes that is not a parameter as it is, such as one of stacked experts.
+        name: ours."""
+        return None

@@ -25,10 +25,8 @@ class LlamaLayer(PreNormLayer):
 
 
 class LlamaForCausalLM(CausalLM):
+    layer_class = LlamaLayer
     late_sums = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [LlamaLayer(config, i) for i in range(len(config.blocks))])
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
