@@ -7,7 +7,7 @@ from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import Slots
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import Plan, Release, RunnerReady
+from mamba_eagle.message import ChangeModel, PauseMode, Plan, Release, RunnerReady
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.booking import PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
@@ -141,6 +141,34 @@ class Planner:
         self.stats.num_retracted += 1
         request.retracting = True
         self.prefill.remove(request)
+
+    # ── pauses ───────────────────────────────────────────────────────────────────────────────
+
+    def pause(self, mode: PauseMode) -> None:
+        """``paused`` says when it has come into force. A second pause replaces the first."""
+        self.pauses.mode = mode
+        if mode == "retract":
+            self._retract_all()
+
+    def resume(self) -> None:
+        """End a pause. Requests go on where they were."""
+        for request in self.pauses.end():
+            self.prefill.add(request)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the pause is in force: no step is under way and, unless requests are held in
+        place, none holds a slot."""
+        if self.pauses.mode == "keep":
+            return not self._in_flight
+        rests = self.pauses.mode == "retract" or not self.prefill.waiting
+        return self.holds_nothing and rests
+
+    def begin_change(self, change: ChangeModel) -> None:
+        """Takes every slot from its request. Once ``holds_nothing`` the cache can be emptied, and
+        the runner is to hear of the change."""
+        self.pauses.change = change
+        self._retract_all()
 
     def _retract_all(self) -> None:
         for request in self._admitted:

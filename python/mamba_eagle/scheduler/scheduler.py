@@ -13,9 +13,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     CacheUse,
-    ChangeModel,
     Generate,
-    PauseMode,
     RequestOutput,
     RunnerReady,
     StepResult,
@@ -131,34 +129,6 @@ class Scheduler(Planner):
         self.adapters.end(request.adapter)
         self.pauses.forget(request)
         del self._live[request.rid]
-
-    # ── pauses ───────────────────────────────────────────────────────────────────────────────
-
-    def pause(self, mode: PauseMode) -> None:
-        """``paused`` says when it has come into force. A second pause replaces the first."""
-        self.pauses.mode = mode
-        if mode == "retract":
-            self._retract_all()
-
-    def resume(self) -> None:
-        """End a pause. Requests go on where they were."""
-        for request in self.pauses.end():
-            self.prefill.add(request)
-
-    @property
-    def paused(self) -> bool:
-        """Whether the pause is in force: no step is under way and, unless requests are held in
-        place, none holds a slot."""
-        if self.pauses.mode == "keep":
-            return not self._in_flight
-        rests = self.pauses.mode == "retract" or not self.prefill.waiting
-        return self.holds_nothing and rests
-
-    def begin_change(self, change: ChangeModel) -> None:
-        """Takes every slot from its request. Once ``holds_nothing`` the cache can be emptied, and
-        the runner is to hear of the change."""
-        self.pauses.change = change
-        self._retract_all()
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
