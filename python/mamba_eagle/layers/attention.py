@@ -48,6 +48,7 @@ class Attention(Layer):
         }
 
     def prepare(self, ops: LayerOps) -> None:
+        super().prepare(ops)
         # fuse the three input projections into one product
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
         if qkv is not None:

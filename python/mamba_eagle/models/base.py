@@ -13,7 +13,7 @@ from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.parallel.cut import Cut, rows
@@ -109,7 +109,6 @@ class CausalLM(Layer):
         if is_last:
             self.head_tokens = config.head_tokens or Span(0, config.vocab_size)
             self.lm_head = Linear(config.hidden_size, self.head_tokens.size)
-        self._ops = TORCH
         self.dtype = torch.get_default_dtype()  # of hidden states
         if config.tie_word_embeddings and is_last:
             self.lm_head.weight = self.parts.embedding.weight
@@ -192,7 +191,7 @@ class CausalLM(Layer):
         return {"lm_head.weight": rows(shard.span(self.config.vocab_size))}
 
     def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
+        super().prepare(ops)
         if not self.config.is_last_stage:
             return
         if self.config.tie_word_embeddings and self.config.head_tokens is not None:

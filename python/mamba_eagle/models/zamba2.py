@@ -15,7 +15,6 @@ from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
@@ -70,7 +69,6 @@ class SharedAttention(Layer):
         self.uses = uses
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
         self.total = Total()
-        self._ops = TORCH
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own, dim = attention_heads(shard, self.config), self.config.head_dim
@@ -80,9 +78,6 @@ class SharedAttention(Layer):
             cuts[f"{name}_proj.weight"] = cut
             cuts |= adapter_cuts(f"linear_{name}_adapter_list", self.uses, cut)
         return cuts
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, use: SharedUse) -> Tensor:
         made = []
