@@ -9,8 +9,6 @@ number of tokens; every throughput counts the tokens that were made. Times are t
 the scheduler's own are left out (see mamba_eagle/bench/batch.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 Each also runs by ``python -m``.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

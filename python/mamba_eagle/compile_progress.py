@@ -1,7 +1,5 @@
 """What the log says of the minute in which a first start compiles the kernels of a CPU."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

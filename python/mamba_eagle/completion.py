@@ -6,8 +6,6 @@
 It is made from the commands' own parsers, so it knows the flags of this version.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import shlex

@@ -7,8 +7,6 @@
 The file stands for flags at the beginning of the command line, so that flags given there win.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Data that all processes share: sampling parameters, finish reasons, tree shapes. No torch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

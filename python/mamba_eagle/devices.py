@@ -6,8 +6,6 @@ CUDA GPU ≥ 8.0   any           triton; flashinfer if 16 bits   triton
 anything else                                                  torch
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 

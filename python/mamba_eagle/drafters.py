@@ -1,8 +1,6 @@
 """Drafters by name, and the draft heads that are published for them. Plain data: the command line
 and the scheduler read it without loading torch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Paths of the model, the drafters and the problems that come with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"

@@ -59,7 +59,95 @@ class Answer(NamedTuple):
     body: Any
 
 
-class Engine:
+class _EngineLoop:
+    """An engine on an event loop, in a thread."""
+
+    def __init__(self, config: ServerConfig, kind: type[_EngineLaunch]) -> None:
+        """Returns when the model is ready. config: resolved."""
+        self.config, self._last_words = config, ""
+        self._kind = kind
+        self._ready: Future[_EngineLaunch] = Future()
+        self._under_way: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
+        self._lock = threading.Lock()  # no request comes between the loop's end and the last look
+        # Not a daemon: the kernel ends the processes with the thread that started them.
+        self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
+        self._thread.start()
+        try:
+            self._launch = self._ready.result()
+        except BaseException:
+            self._thread.join(JOIN_SECONDS)
+            raise
+        # Before Python waits for the thread, which would be for ever.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Ends the processes; requests that are under way fail. May be called again."""
+        if self._thread.is_alive():
+            self._launch.loop.call_soon_threadsafe(self._launch.end, Ending(0, ""))
+            self._thread.join(JOIN_SECONDS)
+
+    @property
+    def _app(self) -> ASGIApp:
+        return self._launch.app
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # what came after the loop's last turn would wait for ever
+            with self._lock:
+                left = list(self._under_way.items())
+            for future, work in left:
+                work.close()
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(self._closed())
+
+    def _serve(self) -> None:
+        try:
+            socket_dir = new_socket_dir()
+            try:
+                ending = asyncio.run(self._kind(self.config, socket_dir, self._ready).run())
+            finally:
+                remove_socket_dir(socket_dir)
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+            return
+        self._last_words = ending.message
+        if not self._ready.done():
+            self._ready.set_exception(EngineError(ending.message, 500))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            with self._lock:
+                future = asyncio.run_coroutine_threadsafe(work, self._launch.loop)
+                self._under_way[future] = work
+        except RuntimeError:  # the loop is closed
+            work.close()
+            self._thread.join(JOIN_SECONDS)
+            raise self._closed() from None
+        future.add_done_callback(lambda future: self._under_way.pop(future, None))
+        return future
+
+    def _closed(self) -> EngineError:
+        return EngineError(self._last_words or "the engine is closed", 503)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._start(work)
+        try:
+            return future.result()
+        except CancelledError:  # the engine has ended meanwhile, and knows why in a moment
+            self._thread.join(JOIN_SECONDS)
+            raise self._closed() from None
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
+
+    async def _bridge(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._start(work))
+
+
+class Engine(_EngineLoop):
     """A model that generates. Close it, or use it as a context manager."""
 
     def __init__(self, model_path: str = "", *, in_process: bool = False, **settings: Any) -> None:
@@ -90,33 +178,13 @@ class Engine:
             )
         if problems:
             raise ConfigError(problems)
-        self.config, self._last_words = resolve(config), ""
-        self._kind = _ThreadLaunch if in_process else _EngineLaunch
-        self._ready: Future[_EngineLaunch] = Future()
-        self._under_way: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
-        self._lock = threading.Lock()  # no request comes between the loop's end and the last look
-        # Not a daemon: the kernel ends the processes with the thread that started them.
-        self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
-        self._thread.start()
-        try:
-            self._launch = self._ready.result()
-        except BaseException:
-            self._thread.join(JOIN_SECONDS)
-            raise
-        # Before Python waits for the thread, which would be for ever.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+        super().__init__(resolve(config), _ThreadLaunch if in_process else _EngineLaunch)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Ends the processes; requests that are under way fail. May be called again."""
-        if self._thread.is_alive():
-            self._launch.loop.call_soon_threadsafe(self._launch.end, Ending(0, ""))
-            self._thread.join(JOIN_SECONDS)
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
@@ -251,68 +319,6 @@ class Engine:
     async def async_post(self, path: str, body: Parameters) -> Answer:
         """What any POST route replies, errors too."""
         return await self._bridge(_post(self._app, path, body))
-
-    # ── the event loop of the engine, in a thread ────────────────────────────────────────────
-
-    @property
-    def _app(self) -> ASGIApp:
-        return self._launch.app
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        finally:  # what came after the loop's last turn would wait for ever
-            with self._lock:
-                left = list(self._under_way.items())
-            for future, work in left:
-                work.close()
-                with contextlib.suppress(InvalidStateError):
-                    future.set_exception(self._closed())
-
-    def _serve(self) -> None:
-        try:
-            socket_dir = new_socket_dir()
-            try:
-                ending = asyncio.run(self._kind(self.config, socket_dir, self._ready).run())
-            finally:
-                remove_socket_dir(socket_dir)
-        except BaseException as error:
-            if self._ready.done():
-                raise
-            self._ready.set_exception(error)
-            return
-        self._last_words = ending.message
-        if not self._ready.done():
-            self._ready.set_exception(EngineError(ending.message, 500))
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        try:
-            with self._lock:
-                future = asyncio.run_coroutine_threadsafe(work, self._launch.loop)
-                self._under_way[future] = work
-        except RuntimeError:  # the loop is closed
-            work.close()
-            self._thread.join(JOIN_SECONDS)
-            raise self._closed() from None
-        future.add_done_callback(lambda future: self._under_way.pop(future, None))
-        return future
-
-    def _closed(self) -> EngineError:
-        return EngineError(self._last_words or "the engine is closed", 503)
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = self._start(work)
-        try:
-            return future.result()
-        except CancelledError:  # the engine has ended meanwhile, and knows why in a moment
-            self._thread.join(JOIN_SECONDS)
-            raise self._closed() from None
-        except BaseException:  # Ctrl-C
-            future.cancel()
-            raise
-
-    async def _bridge(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._start(work))
 
 
 class _EngineLaunch(Launch):

@@ -1,7 +1,5 @@
 """--kv-events-config: where KV events are published."""
 
-from __future__ import annotations
-
 import msgspec
 
 from mamba_eagle.core import shown

@@ -7,8 +7,6 @@
 The text is taken as it stands, as /generate takes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The reply of GET /cache as a drawing: what the prefix cache holds, and what it was good for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Checkpoint folders and GGUF files, and both by their Hugging Face name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

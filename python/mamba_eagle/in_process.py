@@ -1,8 +1,6 @@
 """Scheduler and runner in threads of the caller's process, for an Engine without children: the
 loops of the two processes, with the same sockets between them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

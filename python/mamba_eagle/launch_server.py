@@ -1,7 +1,5 @@
 """``python -m mamba_eagle.launch_server``: the server, with SGLang's flags where both have them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

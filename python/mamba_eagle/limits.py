@@ -5,8 +5,6 @@ size, the limit and what to do. What depends on the model or on a setting (conte
 vocabulary, ``--max-body-size``, ``--max-queued-requests``) is checked beside these.
 """
 
-from __future__ import annotations
-
 # ── values: what float32, the kernels and the protocol hold ──────────────────────────────────
 
 MAX_TEMPERATURE = 10_000.0

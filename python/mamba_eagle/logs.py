@@ -1,7 +1,5 @@
 """What log lines look like: text for people, or JSON for whatever collects them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -9,8 +9,6 @@ Used by the CPU engine (cpu/), and on any device by what the host computes: the 
 trie and the rounding of weights.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

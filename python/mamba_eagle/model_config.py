@@ -1,8 +1,6 @@
 """A model's sizes and options, under the names that the layers use. Plain data; models/registry.py
 reads it from a checkpoint's config.json."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple

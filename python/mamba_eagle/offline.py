@@ -1,7 +1,5 @@
 """Scheduler and runner in one process: no sockets, no tokenizer, the same steps as a server's."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from typing import NamedTuple, Protocol

@@ -1,8 +1,6 @@
 """Settings with their open ends filled in: folders for Hugging Face names, the embedded model and
 its drafters, and the draft algorithm that a folder is made for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ custom_id, in the order in which they are done. Lines that OUT has already are s
 run which was ended goes on where it was. A line that is wrong gets an error of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

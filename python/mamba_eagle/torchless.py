@@ -4,8 +4,6 @@ transformers imports torch wherever it finds it, though tokenizers do without: a
 time and 130 MB for nothing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention of new tokens to earlier ones in KV slots: the interfaces."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 

@@ -8,8 +8,6 @@ Shapes: b requests, T tree nodes, R request slots, V vocabulary, D = max_depth +
 and tokens in tensors are int64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 

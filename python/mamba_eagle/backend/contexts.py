@@ -1,7 +1,5 @@
 """The context of a forward pass over tree nodes, lanes or blocks (see layers/context.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

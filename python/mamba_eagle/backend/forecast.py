@@ -1,8 +1,6 @@
 """Which backend a runner will choose, which can be known without torch, which the server process
 does not load: it fills in the settings' open ends. A wrong guess costs speed and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mamba_eagle.config import ModelSettings

@@ -15,8 +15,6 @@ torch's, on any device, and a replay takes all layers of a group at once; what a
 in cpu/journals.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ So lanes are not kept: their keys and values are written to spare KV slots, thei
 to free rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

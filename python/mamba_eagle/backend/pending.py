@@ -4,8 +4,6 @@ entries   0 ─────────── processed ────────
           in the caches           pending; the last is the root
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The scheduler assigns all slots; the pools do not know which of them are in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Prompt chunks of several requests in one forward pass: the code that all backends share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

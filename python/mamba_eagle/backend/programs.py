@@ -1,7 +1,5 @@
 """What a backend needs to know to run a network's part of a step in its own way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -5,8 +5,6 @@ chunk and of what is saved inside one, at folds, when a snapshot is accepted, an
 leaves. Copies from slot to slot round nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ a tree's nodes to free rows; ``accept`` adds the rows of accepted nodes to the j
 changes indices. Every scheme for recurrent layers owns a ``RequestRows``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -6,8 +6,6 @@ flight. ``start`` and ``finish`` bracket the decoding of a request: prefill leav
 the prompt in the request's state slot, and ``finish`` brings it to a position of the caller's.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The state scheme of models without recurrent layers, which have no recurrent state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 rank with and samplers draw with, in the form that runs everywhere. Shapes: as in base.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

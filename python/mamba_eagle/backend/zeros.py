@@ -5,8 +5,6 @@ memory that the system hands out is zero already, so nothing is written: a start
 time that the pools' pages take, and a process holds the pages that were used.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

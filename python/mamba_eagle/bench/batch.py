@@ -1,7 +1,5 @@
 """One batch in this process: all prompts, then decode steps of the whole batch; what they took."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Clients of a running server. This is the only place that posts to /generate."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

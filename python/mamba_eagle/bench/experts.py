@@ -1,7 +1,5 @@
 """Which experts the tokens of a benchmark's steps go to."""
 
-from __future__ import annotations
-
 from mamba_eagle.layers.moe import Router
 from mamba_eagle.runner.model_runner import ModelRunner
 

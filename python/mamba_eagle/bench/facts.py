@@ -1,7 +1,5 @@
 """What a measurement was made on and with: kept beside each number."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

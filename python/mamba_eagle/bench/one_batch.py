@@ -1,7 +1,5 @@
 """The measurements of bench_one_batch: a sweep, verify modes side by side, the correctness test."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

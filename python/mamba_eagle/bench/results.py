@@ -1,7 +1,5 @@
 """Files of results: one JSON object per line. All benchmarks write and read them here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

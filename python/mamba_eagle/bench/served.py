@@ -1,7 +1,5 @@
 """Batches that a running server answers: ``bench --url``."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -5,8 +5,6 @@ tokens so far. Any engine moves that much, so engines can be compared by it. Sta
 writes, rows, activations and everything that drafting reads are left out; they lower the share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

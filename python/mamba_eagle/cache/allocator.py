@@ -1,7 +1,5 @@
 """Who may use which slot of a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

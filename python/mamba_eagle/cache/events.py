@@ -14,8 +14,6 @@ last whole block it is, and the reachable blocks that follow it. So the work of 
 the blocks that it changes, plus hashing tokens that are new.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import NamedTuple
 

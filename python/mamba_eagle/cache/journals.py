@@ -1,7 +1,5 @@
 """The saved journals that are cached: rows of the tokens that follow a state."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the tree looks like, for people."""
 
-from __future__ import annotations
-
 import heapq
 import time
 

@@ -1,7 +1,5 @@
 """Which of many entries comes first, while their ranks change."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Prefixes that clients have asked to keep for a while."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

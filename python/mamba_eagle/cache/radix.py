@@ -10,8 +10,6 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
                                       for the state's sake
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from mamba_eagle.cache.allocator import SlotAllocator

@@ -1,7 +1,5 @@
 """The pools of all slots, and what is cached in those not in use."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator

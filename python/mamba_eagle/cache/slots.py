@@ -38,8 +38,6 @@ Positions of one request, and who owns the KV slots there (``HeldSlots.kv``):
                    duplicate                                 request's
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

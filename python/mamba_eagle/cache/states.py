@@ -1,7 +1,5 @@
 """The recurrent states that are cached, and which of them is worth least."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator

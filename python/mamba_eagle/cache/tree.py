@@ -1,7 +1,5 @@
 """Which token prefixes are cached, and the KV slots of their tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

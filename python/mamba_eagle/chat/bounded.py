@@ -1,7 +1,5 @@
 """Work that may not end, such as a chat template's: stopped once it has had its time."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

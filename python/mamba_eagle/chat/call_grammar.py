@@ -5,8 +5,6 @@ fit their schemas. (One exception: where arguments are JSON, a string that holds
 ends a call. A JSON schema cannot forbid it, and what is read then stays text.)
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How one model's chats are written and read: its template, its family, its special tokens."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -5,8 +5,6 @@ request's tools and its arguments begin. If the output then breaks off, or the a
 to be no JSON, the stream has what was written.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@ reply of it. A whole reply is made of the same pieces, so it says what the strea
 - White space at both ends of reasoning and content is left out.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ The templates are Jinja's, in transformers' sandbox: they can neither reach into
 what they are given. What the sandbox does not bound is time, see ``bounded``.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The schemas of a tool's arguments, one by one: what calls in tags are written and read by."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A budget is a count of tokens in the grammar itself, so where reasoning ends dep
 before it alone, and is the same with and without drafts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

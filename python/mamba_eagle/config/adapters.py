@@ -1,7 +1,5 @@
 """Adapters: which are served from the start, and how many at the same time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mamba_eagle.config.flags import Settings, setting

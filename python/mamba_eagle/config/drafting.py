@@ -1,7 +1,5 @@
 """Who drafts, and what trees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mamba_eagle.config.flags import Settings, setting

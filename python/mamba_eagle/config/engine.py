@@ -1,7 +1,5 @@
 """What the scheduler and the runner need to know."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

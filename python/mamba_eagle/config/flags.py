@@ -1,7 +1,5 @@
 """What a setting is: a field of a frozen dataclass, from which a flag is made."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """How many requests and tokens there is room for, and which come first."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

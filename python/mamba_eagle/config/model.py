@@ -1,7 +1,5 @@
 """Which model, in which numbers, on what, and over how many processes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

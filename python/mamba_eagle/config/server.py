@@ -1,7 +1,5 @@
 """What the server process needs to know, besides the engine's settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Where the prefix cache keeps what the device has no room for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mamba_eagle.config.flags import Settings, setting

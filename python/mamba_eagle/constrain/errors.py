@@ -1,7 +1,5 @@
 """What is wrong with a constraint."""
 
-from __future__ import annotations
-
 
 class GrammarError(ValueError):
     """A constraint that cannot be served; the message says what to change.

@@ -1,7 +1,5 @@
 """Compiles grammars beside the steps, and keeps those that were used lately."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

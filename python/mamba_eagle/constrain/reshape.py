@@ -8,8 +8,6 @@ Masks are looked at where a drafted token is refused though others may follow. S
 as within free text, costs a step of the matcher per node and no mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ llguidance refuses keywords that it cannot enforce, and names them; ``blamed`` f
 schema they stand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

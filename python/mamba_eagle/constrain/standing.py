@@ -1,7 +1,5 @@
 """Where a request's matcher stands: behind its output, or behind drafted tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property

@@ -11,8 +11,6 @@ Two spellings are read, by the names that SGLang, vLLM and xgrammar gave them:
 is that special token, which no free text contains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

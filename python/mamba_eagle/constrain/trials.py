@@ -10,8 +10,6 @@ took when it ends, however it ends. This process computes nothing, so it always 
 when the server process does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The model's vocabulary as llguidance needs it, and whether it takes a grammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A node's mask depends on the tokens of its path from the root alone. A matcher i
 tree forks, and goes along one path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

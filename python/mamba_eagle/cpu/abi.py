@@ -9,8 +9,6 @@ Who makes a block keeps it, and what it points to, for as long as it is used.
 b requests, T nodes of a tree, n rows of a pass, R request slots, W rows of a request, F features.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The slots of adapters of one matrix on a CPU, in float32."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

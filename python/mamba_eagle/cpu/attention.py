@@ -1,7 +1,5 @@
 """Attention of trees, lanes and blocks on a CPU, straight from the pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A CPU in float32: Numba kernels that fuse a layer's small operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 

@@ -1,7 +1,5 @@
 """Trees of candidates on a CPU: one kernel call per expansion and one for the selection."""
 
-from __future__ import annotations
-
 import torch
 
 from mamba_eagle.cpu.ops import draft_tree as cpu

@@ -5,8 +5,6 @@ torch's operations would take new memory for every intermediate of every replay,
 twice as long.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Layer operations on a CPU in float32: fused norms, and products with one copy of each weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

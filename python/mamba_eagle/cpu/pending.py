@@ -1,7 +1,5 @@
 """Pending entries of a drafter on a CPU: one kernel call appends them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

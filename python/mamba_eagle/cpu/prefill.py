@@ -1,8 +1,6 @@
 """Prompt chunks on a CPU in float32, of all requests at a time: layers as programs, or one by one
 with a few calls of kernels each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

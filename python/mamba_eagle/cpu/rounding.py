@@ -1,7 +1,5 @@
 """Stochastic rounding by Numba."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.backend.rounding import Stochastic

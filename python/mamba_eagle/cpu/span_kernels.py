@@ -1,8 +1,7 @@
 """Kernels that are called for spans of units, on as many threads as there are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from numba.core import types
@@ -62,6 +61,22 @@ class SpanKernel:
             _spread.parallel(self._address, address, units, threads)
         else:
             self._call(address, 0, units)
+
+
+_code: Any = None  # in the globals of each kernel that ``vector_kernel`` makes
+
+
+def _vector_code_alone(arguments, first, last):  # noqa: ANN001, ANN202
+    _code(arguments, first, last)
+
+
+def vector_kernel(name: str, code: Any) -> SpanKernel:
+    """A kernel that is ``vector_code`` and nothing else. name: Numba's cache tells kernels apart by
+    it."""
+    own = {**globals(), "_code": code}
+    function = FunctionType(_vector_code_alone.__code__, own, name)
+    function.__qualname__ = name
+    return SpanKernel(function)
 
 
 class Call:

@@ -3,8 +3,6 @@
 The buffers are torch tensors; numpy views of them are created once, since kernels take arrays.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod

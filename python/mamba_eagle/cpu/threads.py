@@ -9,8 +9,6 @@ that small, no output depends on it, and on some processors an operation with on
 hundred cycles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType

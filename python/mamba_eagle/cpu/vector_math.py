@@ -1,7 +1,5 @@
 """float32 functions that vectorise, for Numba's code."""
 
-from __future__ import annotations
-
 from math import exp as exact_exp
 from math import log1p
 

@@ -1,7 +1,5 @@
 """A recurrent layer's weights in the form that the kernels take."""
 
-from __future__ import annotations
-
 from weakref import WeakKeyDictionary
 
 import numpy as np

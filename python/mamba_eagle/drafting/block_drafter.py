@@ -1,7 +1,5 @@
 """Drafting a whole block in one pass over a few attention layers (models/dflash.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

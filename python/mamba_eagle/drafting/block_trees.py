@@ -7,8 +7,6 @@ Shapes: b requests, D rows that predict (the depth of the tree), k lanes, V voca
 that the drafter knows.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 

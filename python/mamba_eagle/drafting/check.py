@@ -1,7 +1,5 @@
 """Whether a drafter fits its target, as seen from config.json and the headers of its files."""
 
-from __future__ import annotations
-
 import os
 
 from mamba_eagle.config import EngineConfig

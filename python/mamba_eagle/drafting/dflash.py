@@ -1,7 +1,5 @@
 """DFLASH: a few attention layers draft a whole block in one pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mamba_eagle.config import EngineConfig

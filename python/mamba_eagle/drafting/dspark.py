@@ -1,7 +1,5 @@
 """DSPARK: a block drafter whose Markov head makes each draft depend on the one before it."""
 
-from __future__ import annotations
-
 from mamba_eagle.drafting.block_trees import MarkovTrees
 from mamba_eagle.drafting.dflash import DFlashSource
 

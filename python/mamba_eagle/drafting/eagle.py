@@ -1,7 +1,5 @@
 """EAGLE: a small head predicts the target's next hidden states and drafts a tree from them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.backend.programs import Network

@@ -1,7 +1,5 @@
 """EAGLE-3: a head on three of the target's hidden states, often with a smaller vocabulary."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes: b requests, k lanes, O outputs of the network.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Drafting with a network: a head on the target's hidden states, or a smaller model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

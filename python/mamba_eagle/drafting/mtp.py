@@ -1,7 +1,5 @@
 """NEXTN (MTP): the multi-token-prediction modules that were trained with the target."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interface of a drafter's network, which ``ModelDrafter`` drives."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """NGRAM: no weights. Drafts the tokens that followed the same n-gram earlier, in the request's own
 text or in those of finished requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

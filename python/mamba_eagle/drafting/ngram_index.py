@@ -3,8 +3,6 @@
 No torch; tokens are kept on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

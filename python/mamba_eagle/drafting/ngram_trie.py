@@ -11,8 +11,6 @@ moves round the entries, skips those with children, and gives another round to t
 again since it last passed. A root in use (PINNED) is skipped until it is released.
 """
 
-from __future__ import annotations
-
 from math import log
 
 import numpy as np

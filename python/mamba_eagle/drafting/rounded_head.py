@@ -4,8 +4,6 @@ Half of what a depth of an EAGLE head reads is the target's lm_head. A copy of i
 changes which tokens are drafted, rarely, and no text.
 """
 
-from __future__ import annotations
-
 from mamba_eagle.config import ON_A_CPU
 from mamba_eagle.drafting.base import DraftParts
 from mamba_eagle.layers.linear import Linear

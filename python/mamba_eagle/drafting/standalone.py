@@ -1,7 +1,5 @@
 """STANDALONE: a smaller model (attention, Mamba2 or hybrid) drafts from tokens alone."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource

@@ -1,7 +1,5 @@
 """How many entries of each request a drafter has yet to process, as the host knows it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 Without --data-path it asks the 200 held-out problems that come with the embedded model.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -14,13 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.bench import results
-from mamba_eagle.bench.client import (
-    ServerError,
-    add_server_flags,
-    full_url,
-    generate_all,
-    no_one,
-)
+from mamba_eagle.bench.client import ServerError, add_server_flags, full_url, generate_all, no_one
 from mamba_eagle.config import Parser
 from mamba_eagle.eval import gsm8k
 

@@ -1,7 +1,5 @@
 """GSM8K and problems in its form: reading them, few-shot prompts, answers. No torch, no HTTP."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts for measurements, made of the problems that come with the embedded model."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

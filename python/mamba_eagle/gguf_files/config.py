@@ -4,8 +4,6 @@ What the keys mean is taken from llama.cpp: ``conversion/`` writes them and ``sr
 them. Sizes that a tensor shows are read from its shape, and options from whether it is there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

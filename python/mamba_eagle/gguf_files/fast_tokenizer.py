@@ -1,7 +1,5 @@
 """The tokenizer of a GGUF file, as transformers would have loaded it from the checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ file. Versions 2 and 3 of the format, little-endian, are read
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 import struct

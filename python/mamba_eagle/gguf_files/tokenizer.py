@@ -5,8 +5,6 @@ for is taken from ``src/llama-vocab.cpp`` of llama.cpp. SentencePiece (``llama``
 of merges, from which the merges follow.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The vocabulary of a GGUF file: its tokens, and what each is for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.gguf_files.file import GgufFile

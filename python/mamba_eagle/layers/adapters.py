@@ -4,8 +4,6 @@ Hu et al. 2021 (arXiv 2106.09685). A *slot* holds one adapter; ``lora/slots.py``
 slot a row reads is said around a pass (``reading``), so a pass without adapters looks at nothing.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Grouped-query attention. The context stores keys and values; rotary.py adds RoPE."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -50,6 +48,7 @@ class Attention(Layer):
         }
 
     def prepare(self, ops: LayerOps) -> None:
+        super().prepare(ops)
         # fuse the three input projections into one product
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
         if qkv is not None:

@@ -1,7 +1,5 @@
 """One residual layer: norm, mixer, add. ModelConfig.blocks names the mixers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Attention of a drafted block to the tokens before it and to itself."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

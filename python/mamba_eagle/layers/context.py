@@ -6,8 +6,6 @@ that difference: recurrent and attention layers pass it their projected inputs a
 read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

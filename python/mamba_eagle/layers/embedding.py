@@ -1,7 +1,5 @@
 """Token embedding."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Attention whose output passes a sigmoid gate, as in Qwen3-Next."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded

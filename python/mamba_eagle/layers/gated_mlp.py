@@ -1,7 +1,5 @@
 """Gated feed-forward layers: ``down(act(gate(x)) * up(x))``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Span, UnsupportedModel
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard
@@ -58,10 +56,9 @@ class Gate(Layer):
     def __init__(self, act: str) -> None:
         super().__init__()
         self.act = activation(act)
-        self.ops = TORCH
 
     def forward(self, both: Tensor) -> Tensor:
-        return self.ops.silu_and_mul(both) if self.act is F.silu else gated(both, self.act)
+        return self._ops.silu_and_mul(both) if self.act is F.silu else gated(both, self.act)
 
 
 class GatedMLP(Layer):
@@ -92,7 +89,6 @@ class GatedMLP(Layer):
         if both is not None:
             both.prepare(ops)
             self._both = [both]
-        self.gate.ops = ops
 
     @property
     def products(self) -> tuple[Linear | None, Linear]:
@@ -131,9 +127,6 @@ class PackedGatedMLP(Layer):
     def products(self) -> tuple[Linear | None, Linear]:
         """As of GatedMLP."""
         return self.input_linear, self.output_linear
-
-    def prepare(self, ops: LayerOps) -> None:
-        self.gate.ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output_linear(self.gate(self.input_linear(hidden)))

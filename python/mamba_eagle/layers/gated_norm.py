@@ -1,7 +1,5 @@
 """How a Mamba2 mixer combines its output with the gate, which differs between families."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Kimi delta attention (arXiv 2510.26692): a delta rule whose decay has a number per channel."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

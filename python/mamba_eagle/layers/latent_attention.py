@@ -1,7 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,6 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
@@ -47,7 +44,6 @@ class LatentAttention(Layer):
         self.o_proj = Linear(heads * own.value_size, hidden_size)
         if own.gated:
             self.g_proj = Linear(hidden_size, heads)
-        self._ops = TORCH
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         heads, own = attention_heads(shard, self.config), self.latent
@@ -57,9 +53,6 @@ class LatentAttention(Layer):
             "o_proj.weight": columns(heads.channels(own.value_size), zero=heads.idle),
             "g_proj.weight": rows(heads.heads),
         }
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         own = self.latent

@@ -21,6 +21,8 @@ class Layer(nn.Module):
     calling its ``forward``, and children are stored as plain attributes too.
     """
 
+    _ops: LayerOps = TORCH  # the backend's, once the layer is prepared
+
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
@@ -36,6 +38,7 @@ class Layer(nn.Module):
         Outputs stay the same up to rounding. Afterwards the layer is not differentiable, and its
         weights must not change.
         """
+        self._ops = ops
 
     def connect(self) -> None:
         """Tell the layers inside what their neighbours need; called for every layer once all are
@@ -82,13 +85,6 @@ class Residual(NamedTuple):
 class Total(Layer):
     """The sum over all ranks of what each has computed, [n, hidden_size]. Only where it is called
     do ranks exchange anything; on a single rank it gives what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     @property
     def alone(self) -> bool:

@@ -1,14 +1,11 @@
 """Feed-forward layers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard
 
@@ -21,7 +18,6 @@ class ReluSquaredMLP(Layer):
         super().__init__()
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
-        self._ops = TORCH
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own = shard.width(self.up_proj.weight.shape[0])
@@ -30,9 +26,6 @@ class ReluSquaredMLP(Layer):
             "down_proj.weight": columns(own),
             "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
         }
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     @property
     def input_rounding(self) -> Rounding | None:

@@ -1,7 +1,5 @@
 """Mixtures of experts: routers, the experts' products, and layers built from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -14,7 +12,7 @@ from mamba_eagle.layers.gated_mlp import GatedMLP, activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.layers.ops import TORCH, FusedRouter, LayerOps, Product
+from mamba_eagle.layers.ops import FusedRouter, LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig, Span
@@ -32,7 +30,6 @@ class Router(Layer):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
-        self._ops = TORCH
         self._packed: Product | None = None
         self._fused: FusedRouter | None = None
         # for benchmarks: where the experts of each call's tokens are left, [most tokens, k] int32
@@ -44,7 +41,7 @@ class Router(Layer):
         raise NotImplementedError
 
     def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
+        super().prepare(ops)
         self._fused = ops.pack_router(self.weight.detach(), self.choice)
         if self._fused is None:
             self._packed = ops.pack_linear(self.weight.detach())
@@ -135,7 +132,6 @@ class Experts(MatrixLayer):
         count = self.count = count if held is None else held.size
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
-        self._ops = TORCH
         self._products: dict[str, GroupedProduct] = {}
         self.fused: ExpertLayer | None = None  # what replaces both products and the sum
 
@@ -143,7 +139,7 @@ class Experts(MatrixLayer):
         return dict.fromkeys(("up_proj", "down_proj"), rows(shard.span(self.up_proj.shape[0])))
 
     def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
+        super().prepare(ops)
         self.fused = self._fuse()
         if self.fused is not None:
             return
@@ -293,10 +289,6 @@ class GatedSharedMoE(Mixture):
         )
         self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1)
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     def connect(self) -> None:
         self.experts.share(*self.shared_expert.products)

@@ -1,13 +1,11 @@
 """RMS norms: plain, and gated over groups of channels as in Mamba2."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.ops import TORCH, LayerOps, Normed
+from mamba_eagle.layers.ops import Normed
 
 
 class Norm(Layer):
@@ -19,10 +17,6 @@ class Norm(Layer):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
         self.rounding: Rounding | None = None
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
 
 class RMSNorm(Norm):

@@ -1,7 +1,5 @@
 """Rotary position encoding (arXiv 2104.09864) of all channels of a head, or of the first ones."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, HeadNorms, LayerOps
+from mamba_eagle.layers.ops import HeadNorms
 from mamba_eagle.model_config import (
     AttentionConfig,
     LinearScaling,
@@ -89,14 +87,9 @@ class RotaryAttention(Attention):
         input_size: int = 0,
     ) -> None:
         super().__init__(config, hidden_size, index, input_size)
-        self._ops = TORCH
         if config.head_norm:
             self.q_norm = RMSNorm(config.head_dim, norm_eps)
             self.k_norm = RMSNorm(config.head_dim, norm_eps)
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
-        super().prepare(ops)
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         norms = None

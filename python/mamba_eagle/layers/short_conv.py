@@ -1,7 +1,5 @@
 """Gated short convolutions (LFM2): a recurrence without a state, whose rows are its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

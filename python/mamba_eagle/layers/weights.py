@@ -1,7 +1,5 @@
 """Weights that come late: allocated when they are loaded, or held as matrices of few bits."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

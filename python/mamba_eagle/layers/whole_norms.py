@@ -1,14 +1,11 @@
 """Attention with norms over all heads of queries, and of keys, at once, as in Olmo-Hybrid."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Total
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import AttentionConfig, WholeNorm
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
@@ -24,10 +21,6 @@ class HeadsNorm(Layer):
         self.size, self.eps = norm.heads * head_dim, eps
         self.shares = [1 / count for count in norm.copies]
         self.total = Total()
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         if self._ops.group.size == 1:
@@ -47,11 +40,6 @@ class WholeNormAttention(Attention):
         queries, keys = config.whole_norms
         self.q_norm = HeadsNorm(queries, config.head_dim, norm_eps)
         self.k_norm = HeadsNorm(keys, config.head_dim, norm_eps)
-        self._ops = TORCH
-
-    def prepare(self, ops: LayerOps) -> None:
-        super().prepare(ops)
-        self._ops = ops
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own, dim = attention_heads(shard, self.config), self.config.head_dim

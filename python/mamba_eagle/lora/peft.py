@@ -1,7 +1,5 @@
 """Folders that PEFT's ``save_pretrained`` writes: adapter_config.json and a safetensors file."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

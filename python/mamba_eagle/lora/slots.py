@@ -1,7 +1,5 @@
 """The adapters of a model: some in slots on the device, all on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -23,8 +23,6 @@ Positions count tokens of prompt and output from 0. A request has *processed* a 
 target has. The last token of a request is never processed: ``processed = total - 1``.
 """
 
-from __future__ import annotations
-
 from typing import Generic, Literal, TypeVar
 
 import msgspec

@@ -1,8 +1,6 @@
 """Typed ZMQ pipes between the processes, in a folder that only the current user can access. If it
 holds a link (link.py), pipes of ranks on other machines lead there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Lists of token ids and of slots: 4 bytes each, in memory and on the wire."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias

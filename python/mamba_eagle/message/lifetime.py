@@ -1,7 +1,5 @@
 """How a process of the engine begins and ends; it must not outlive the server process."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import faulthandler

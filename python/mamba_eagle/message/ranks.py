@@ -1,7 +1,5 @@
 """What the processes of a server agree on before their ranks can meet. Plain data."""
 
-from __future__ import annotations
-
 # Set where a rank is started, and checked where it joins the others. NVLink multicast stays off:
 # NCCL's, that of torch's symmetric memory, and NVSHMEM's.
 RANK_ENVIRONMENT = {

@@ -4,8 +4,6 @@
 routers read (Gateway API inference extension, llm-d, vLLM's production stack).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 PREFIX = "mamba_eagle:"

@@ -1,7 +1,5 @@
 """Ling 3: Kimi delta attention and gated latent attention with RoPE, and mixtures of experts."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -31,6 +29,8 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
+    renamed = {**NAMES, **KimiLinearForCausalLM.renamed}
+
     def decay_form(self, config: ModelConfig) -> DecayForm:
         bounded = config.raw.get("kda_safe_gate", True)
         bound = float(config.raw.get("kda_lower_bound", -5.0)) if bounded else 0.0
@@ -40,8 +40,6 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         found = LAYER.match(name)
         if found and int(found[1]) >= len(self.config.blocks):
             return None  # of multi-token prediction
-        for published, ours in NAMES.items():
-            name = name.replace(published, ours)
         return super().target(name)
 
 

@@ -1,7 +1,5 @@
 """Bamba: Mamba2 with a few attention layers, which rotate half of each head; gated MLPs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -34,9 +32,7 @@ class BambaLayer(MixerLayer):
 
 class BambaForCausalLM(CausalLM):
     names = Names(norm="final_layernorm")
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [BambaLayer(config, i) for i in range(len(config.blocks))])
+    layer_class = BambaLayer
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

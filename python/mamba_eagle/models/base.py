@@ -1,8 +1,6 @@
 """What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +13,7 @@ from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.parallel.cut import Cut, rows
@@ -74,20 +72,26 @@ class Names(NamedTuple):
 class CausalLM(Layer):
     """A decoder with a language-model head; parameters have the names that the family publishes.
 
-    A family gives its layers, ``names``, and ``target`` where its checkpoints lay out tensors
-    differently. It may set ``embedding_scale`` and ``logits_scale``, and ``late_sums`` if all its
-    layers are ``LateLayer``s, or override ``run_layers``.
+    A family gives ``layer_class`` or its layers, ``names``, and what differs in its checkpoints:
+    ``renamed``, ``skipped``, ``place``. It may set ``embedding_scale`` and ``logits_scale``, and
+    ``late_sums`` if all its layers are ``LateLayer``s, or override ``run_layers``.
 
     If ``config.stage`` says so it has only some layers, and hands what they make to the next stage.
     """
 
     names = Names()
+    layer_class: ClassVar[type[Any]]  # made of the config and the layer's index among all
+    renamed: ClassVar[Mapping[str, str]] = {}  # parts of published names -> ours, in this order
+    skipped: ClassVar[tuple[str, ...]] = ()  # what names of tensors that are not needed begin with
     late_sums: ClassVar[bool] = False
     reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
-    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
-        """layers: all of the model's, each with its place in this stage's pools."""
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module] | None = None) -> None:
+        """layers: all of the model's, each with its place in this stage's pools; None: all are of
+        ``layer_class``."""
         super().__init__()
+        if layers is None:
+            layers = [self.layer_class(config, i) for i in range(len(config.blocks))]
         self.config, self.held = config, config.held_layers
         layers = layers[self.held.begin : self.held.end]
         is_last = config.is_last_stage
@@ -105,7 +109,6 @@ class CausalLM(Layer):
         if is_last:
             self.head_tokens = config.head_tokens or Span(0, config.vocab_size)
             self.lm_head = Linear(config.hidden_size, self.head_tokens.size)
-        self._ops = TORCH
         self.dtype = torch.get_default_dtype()  # of hidden states
         if config.tie_word_embeddings and is_last:
             self.lm_head.weight = self.parts.embedding.weight
@@ -188,7 +191,7 @@ class CausalLM(Layer):
         return {"lm_head.weight": rows(shard.span(self.config.vocab_size))}
 
     def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
+        super().prepare(ops)
         if not self.config.is_last_stage:
             return
         if self.config.tie_word_embeddings and self.config.head_tokens is not None:
@@ -245,8 +248,18 @@ class CausalLM(Layer):
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None if it is not needed."""
+        if name.startswith(self.skipped):
+            return None
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return None
         if name.endswith("rotary_emb.inv_freq"):  # in older checkpoints; config.json implies it
             return None
-        return Target(name)
+        for published, ours in self.renamed.items():
+            name = name.replace(published, ours)
+        return self.place(name) or Target(name)
+
+    @staticmethod
+    def place(name: str) -> Target | None:
+        """Where a tensor goes that is not a parameter as it is, such as one of stacked experts.
+        name: ours."""
+        return None

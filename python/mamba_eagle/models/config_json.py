@@ -1,7 +1,5 @@
 """A checkpoint's config.json and the files that complete it, unparsed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the values of config.json may be, by their keys and whatever the family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ checkpoints, which vLLM (``qwen3_dflash.py``, ``qwen3_dspark.py``), SGLang and z
 dflash_config.py reads their config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 
 import torch

@@ -1,7 +1,5 @@
 """config.json of block drafters, in the layouts of z-lab, NVIDIA, DeepSpec and speculators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

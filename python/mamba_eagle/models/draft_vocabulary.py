@@ -1,7 +1,5 @@
 """Drafters that know a part of the target's vocabulary: ``d2t`` of their checkpoints."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

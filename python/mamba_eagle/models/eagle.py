@@ -1,7 +1,5 @@
 """The EAGLE draft head (EAGLE-1 and 2: arXiv 2401.15077, 2406.16858), for targets of any family."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

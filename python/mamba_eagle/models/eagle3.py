@@ -4,8 +4,6 @@ Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which 
 read (``llama_eagle3.py`` of each). vllm-project/speculators writes the same under other names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts are published one by one; ours are stacked."""
 
-from __future__ import annotations
-
 import re
 
 from mamba_eagle.models.base import Target

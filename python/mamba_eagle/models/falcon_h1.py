@@ -5,8 +5,6 @@ float32, before the weights are rounded to the model's dtype. Only those of the 
 of the scores), of the embedding and of the logits are applied at run time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -45,9 +43,10 @@ class FalconH1Layer(Layer):
 
 class FalconH1ForCausalLM(CausalLM):
     names = Names(norm="final_layernorm")
+    layer_class = FalconH1Layer
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [FalconH1Layer(config, i) for i in range(len(config.blocks))])
+        super().__init__(config)
         self.embedding_scale = float(config.raw.get("embedding_multiplier", 1.0))
         self.logits_scale = float(config.raw.get("lm_head_multiplier", 1.0))
         self.multipliers = multipliers(config)

@@ -1,7 +1,5 @@
 """Whether a model's weights fit in memory, known before the first of them is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn

@@ -12,8 +12,6 @@ both are undone:
   Qwen3.5's value heads are in an order by which a repeated key head meets its own.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

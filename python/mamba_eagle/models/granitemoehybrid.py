@@ -1,8 +1,6 @@
 """Granite 4.0 H: Mamba2 with a few attention layers, routed and shared experts in each layer, and
 four multipliers instead of MuP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +12,8 @@ from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig, MoEConfig
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.parse import (
-    MAMBA_NAMES,
-    attention_config,
-    mamba_config,
-    model_config,
-    only,
-)
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
 # published name -> ours
@@ -63,15 +55,13 @@ class GraniteLayer(MixerLayer):
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
+    layer_class = GraniteLayer
+    renamed = NAMES
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [GraniteLayer(config, i) for i in range(len(config.blocks))])
+        super().__init__(config)
         self.embedding_scale = float(config.raw.get("embedding_multiplier", 1.0))
         self.logits_scale = 1.0 / float(config.raw.get("logits_scaling", 1.0))
-
-    def target(self, name: str) -> Target | None:
-        for published, ours in NAMES.items():
-            name = name.replace(published, ours)
-        return super().target(name)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

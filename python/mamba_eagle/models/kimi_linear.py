@@ -1,9 +1,7 @@
 """Kimi Linear: Kimi delta attention, with latent attention in every fourth layer, and mixtures of
 experts from the second layer on (arXiv 2510.26692)."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from mamba_eagle.model_config import (
     MoEConfig,
     RopeConfig,
 )
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.experts import gated_expert_place
 from mamba_eagle.models.parse import blocks_of, model_config, only
 
@@ -75,6 +73,9 @@ class KimiLayer(Layer):
 
 
 class KimiLinearForCausalLM(CausalLM):
+    renamed: ClassVar[dict[str, str]] = NAMES
+    place = staticmethod(gated_expert_place)
+
     def __init__(self, config: ModelConfig) -> None:
         form, mlps = self.decay_form(config), mlp_kinds(config.raw)
         layers = [KimiLayer(config, i, kind == "sparse", form) for i, kind in enumerate(mlps)]
@@ -82,11 +83,6 @@ class KimiLinearForCausalLM(CausalLM):
 
     def decay_form(self, config: ModelConfig) -> DecayForm:
         return DecayForm(narrow=True, bound=0.0)
-
-    def target(self, name: str) -> Target | None:
-        for published, ours in NAMES.items():
-            name = name.replace(published, ours)
-        return gated_expert_place(name) or super().target(name)
 
 
 def mlp_kinds(values: dict[str, Any]) -> list[str]:

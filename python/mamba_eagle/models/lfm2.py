@@ -1,7 +1,5 @@
 """LFM2: gated short convolutions with a few attention layers; gated MLPs, or experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +12,7 @@ from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
-from mamba_eagle.models.base import CausalLM, Names, Target
+from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.experts import gated_expert_place
 from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
 from mamba_eagle.models.rope import rope_config
@@ -61,14 +59,9 @@ class Lfm2Layer(Layer):
 
 class Lfm2ForCausalLM(CausalLM):
     names = Names(norm="embedding_norm")
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [Lfm2Layer(config, i) for i in range(len(config.blocks))])
-
-    def target(self, name: str) -> Target | None:
-        for published, ours in NAMES.items():
-            name = name.replace(published, ours)
-        return gated_expert_place(name) or super().target(name)
+    layer_class = Lfm2Layer
+    renamed = NAMES
+    place = staticmethod(gated_expert_place)
 
 
 def mlp_width(values: dict[str, Any]) -> int:

@@ -3,8 +3,6 @@
 These serve as plain targets to compare the hybrids with, and as small draft models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.layers.block import PreNormLayer
@@ -27,10 +25,8 @@ class LlamaLayer(PreNormLayer):
 
 
 class LlamaForCausalLM(CausalLM):
+    layer_class = LlamaLayer
     late_sums = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, [LlamaLayer(config, i) for i in range(len(config.blocks))])
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

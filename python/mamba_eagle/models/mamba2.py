@@ -1,13 +1,11 @@
 """Mamba2 without other layers: the models of state-spaces, and Codestral-Mamba, in their own format
 and in that of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
-from mamba_eagle.models.base import CausalLM, Names, Target
+from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import model_config, only, time_step_limit
 
 
@@ -15,12 +13,10 @@ class Mamba2ForCausalLM(CausalLM):
     """transformers writes ``backbone.embeddings``, state-spaces ``backbone.embedding``."""
 
     names = Names("backbone", "embeddings", "norm_f")
+    renamed = {"backbone.embedding.": "backbone.embeddings."}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
-
-    def target(self, name: str) -> Target | None:
-        return super().target(name.replace("backbone.embedding.", "backbone.embeddings."))
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

@@ -1,8 +1,6 @@
 """What DSpark (arXiv 2607.05147) adds to a block drafter: a Markov head, which makes a row's
 logits depend on the token before it, and a confidence head."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

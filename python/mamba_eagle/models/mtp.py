@@ -6,8 +6,6 @@ its order follow Megatron-LM (``core/transformer/multi_token_prediction.py``), t
 checkpoints as read by vLLM and SGLang (``nemotron_h_mtp.py`` of each).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ Nemotron 3.5 Lightning. The multi-token-prediction layers that come with some of
 drafter (mtp.py).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -35,25 +33,22 @@ OLDER_NAMES = {
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
 
-class NemotronHForCausalLM(CausalLM):
-    """Parameters have their published names (``backbone.layers.N.mixer…``)."""
-
-    names = Names("backbone", "embeddings", "norm_f")
-    late_sums = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, list(make_blocks(config)))
-
-    def target(self, name: str) -> Target | None:
-        if name.startswith("mtp."):
-            return None
-        return expert_place(name) or super().target(name)
-
-
 def expert_place(name: str) -> Target | None:
     """Experts are published one by one; ours are stacked."""
     found = EXPERT.fullmatch(name)
     return Target(f"{found[1]}.{found[3]}", int(found[2])) if found else None
+
+
+class NemotronHForCausalLM(CausalLM):
+    """Parameters have their published names (``backbone.layers.N.mixer…``)."""
+
+    names = Names("backbone", "embeddings", "norm_f")
+    skipped = ("mtp.",)
+    place = staticmethod(expert_place)
+    late_sums = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, list(make_blocks(config)))
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

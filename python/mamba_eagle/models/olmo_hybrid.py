@@ -1,8 +1,6 @@
 """Olmo-Hybrid: gated DeltaNet layers with beta up to 2, and attention layers with norms of what
 they add instead of what they read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.recurrent import JoinedConv
 from mamba_eagle.layers.whole_norms import WholeNormAttention
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, WholeNorm
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.qwen3_next import blocks_of
 from mamba_eagle.models.rope import rope_config
@@ -136,14 +134,11 @@ class OlmoAttentionLayer(Layer):
 
 
 class OlmoHybridForCausalLM(CausalLM):
+    renamed = NAMES
+
     def __init__(self, config: ModelConfig) -> None:
         kinds = {"recurrent": OlmoDeltaLayer, "attention": OlmoAttentionLayer}
         super().__init__(config, [kinds[kind](config, i) for i, kind in enumerate(config.blocks)])
-
-    def target(self, name: str) -> Target | None:
-        for published, ours in NAMES.items():
-            name = name.replace(published, ours)
-        return super().target(name)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

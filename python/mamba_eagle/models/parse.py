@@ -1,7 +1,5 @@
 """Readers of config.json keys that several families share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Qwen3.5 and its successors, dense and with experts: Qwen3-Next with other projections. Of the
 multimodal checkpoints only the text part is read: prompts have no images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +9,6 @@ from mamba_eagle.layers.delta_rule import Parts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models import qwen3_next
-from mamba_eagle.models.base import Target
 from mamba_eagle.models.qwen3_next import Projected, Qwen3NextForCausalLM, QwenDeltaNet, QwenLayer
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
@@ -59,13 +56,8 @@ class Qwen35Layer(QwenLayer):
 
 class Qwen35ForCausalLM(Qwen3NextForCausalLM):
     layer_class = Qwen35Layer
-
-    def target(self, name: str) -> Target | None:
-        if name.startswith("model.visual."):
-            return None
-        if name.startswith(TEXT_PREFIX):
-            name = "model." + name.removeprefix(TEXT_PREFIX)
-        return super().target(name)
+    renamed = {TEXT_PREFIX: "model."}
+    skipped = ("mtp.", "model.visual.")
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """Qwen3-Next: gated DeltaNet layers, every fourth one gated attention; routed experts and a shared
 one in nearly all layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -129,21 +127,6 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
     return layer not in config.raw.get("mlp_only_layers", ()) and (layer + 1) % step == 0
 
 
-class Qwen3NextForCausalLM(CausalLM):
-    late_sums = True
-    layer_class: type[QwenLayer] = QwenLayer
-
-    def __init__(self, config: ModelConfig) -> None:
-        layers = [self.layer_class(config, i) for i in range(len(config.blocks))]
-        super().__init__(config, layers)
-        keep_exact(self)
-
-    def target(self, name: str) -> Target | None:
-        if name.startswith("mtp."):
-            return None
-        return qwen_place(name) or super().target(name)
-
-
 def qwen_place(name: str) -> Target | None:
     """Experts are published one by one, or stacked under another name; norms without their 1."""
     if name.endswith(".experts.gate_up_proj"):
@@ -151,6 +134,17 @@ def qwen_place(name: str) -> Target | None:
     if CENTRED.fullmatch(name):
         return Target(name, shift=1.0)
     return gated_expert_place(name)
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    layer_class = QwenLayer
+    skipped: ClassVar[tuple[str, ...]] = ("mtp.",)
+    place = staticmethod(qwen_place)
+    late_sums = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        keep_exact(self)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

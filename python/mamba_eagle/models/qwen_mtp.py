@@ -2,8 +2,6 @@
 target's kind below a projection of embedding and hidden state. Names as read by vLLM
 (``qwen3_next_mtp.py``)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Folders of weights that came in parts: files with what was sent, and links to the files that have
 the rest, joined by an index."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,13 +17,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.message import TensorInfo
 from mamba_eagle.message.channel import PID_FILE, RECEIVED_PREFIX
-from mamba_eagle.models.loader import (
-    INDEX,
-    Checkpoint,
-    read_header,
-    shortened,
-    stored_tensors,
-)
+from mamba_eagle.models.loader import INDEX, Checkpoint, read_header, shortened, stored_tensors
 
 
 def is_received(path: str) -> bool:

@@ -1,7 +1,5 @@
 """Which family serves which ``architectures`` entry of config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a checkpoint's tensors go: parameters, buffers, or matrices of few bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary position encoding in config.json, in every form that was published."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The part of a model that a rank or a pipeline stage holds, as loading needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

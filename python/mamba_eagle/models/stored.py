@@ -1,7 +1,5 @@
 """A checkpoint's tensors as its files describe them, and as they are read."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Zamba2: Mamba2 layers, some of which also receive the output of a transformer block. One or two
 such blocks are shared by all these layers; each use of a block has its own low-rank adapters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
@@ -72,7 +69,6 @@ class SharedAttention(Layer):
         self.uses = uses
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
         self.total = Total()
-        self._ops = TORCH
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own, dim = attention_heads(shard, self.config), self.config.head_dim
@@ -82,9 +78,6 @@ class SharedAttention(Layer):
             cuts[f"{name}_proj.weight"] = cut
             cuts |= adapter_cuts(f"linear_{name}_adapter_list", self.uses, cut)
         return cuts
-
-    def prepare(self, ops: LayerOps) -> None:
-        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, use: SharedUse) -> Tensor:
         made = []

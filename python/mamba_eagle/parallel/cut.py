@@ -1,7 +1,5 @@
 """The part of a stored tensor that a rank holds."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, NamedTuple
 

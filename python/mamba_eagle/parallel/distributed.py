@@ -1,7 +1,5 @@
 """Ranks as processes: gloo between CPUs, NCCL between GPUs."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections import deque

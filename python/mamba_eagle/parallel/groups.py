@@ -6,8 +6,6 @@ such a result, never computed by each rank for itself. tests: test/srt/rigs/thre
 ranks as threads; distributed.py has gloo and NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Where ranks find each other, and which network interface they then use."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import ipaddress

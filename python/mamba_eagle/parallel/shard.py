@@ -4,8 +4,6 @@ A rank's model is a smaller model: ``local`` gives its config, and mixers, kerne
 sizes from that alone. Docs: docs/design/parallel.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import gcd
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Docs: docs/design/parallel.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

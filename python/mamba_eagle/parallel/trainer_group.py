@@ -1,7 +1,5 @@
 """A group of torch.distributed whose rank 0 is a trainer, which broadcasts weights."""
 
-from __future__ import annotations
-
 import datetime
 import time
 

@@ -4,8 +4,6 @@
 eight neighbouring outputs, of which its bits from the lowest on are numbers 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

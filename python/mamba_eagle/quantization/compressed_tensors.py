@@ -1,7 +1,5 @@
 """compressed-tensors: groups of modules, each with a scheme for weights and one for inputs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Float8 weights beside scales: the part that all tools share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

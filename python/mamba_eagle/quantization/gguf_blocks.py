@@ -4,8 +4,6 @@ The layouts are those of ``ggml-common.h``: a block of 32 or 256 neighbouring co
 its scale, float16, and blocks never cross rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

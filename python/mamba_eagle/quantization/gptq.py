@@ -5,8 +5,6 @@ eight neighbours, the first in its lowest bits. ``g_idx`` [in] is the group of e
 first format stores zero points less 1; ``checkpoint_format: gptq_v2`` stores them as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

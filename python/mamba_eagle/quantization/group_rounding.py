@@ -3,8 +3,6 @@
 Numbers are compared as integers, which vectorises: bits of floats rise with their size.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """How a checkpoint publishes matrices of few bits: the interface of all layouts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

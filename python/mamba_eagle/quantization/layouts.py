@@ -1,7 +1,5 @@
 """Which layout a checkpoint has, from its config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``quantized_layers`` names modules; those left in 16 bits are stored as usual.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout

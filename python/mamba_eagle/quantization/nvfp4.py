@@ -6,8 +6,6 @@ are multiplied; compressed-tensors stores ``weight_packed``, ``weight_scale`` an
 model's dtype.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

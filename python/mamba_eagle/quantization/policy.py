@@ -1,7 +1,5 @@
 """Which matrices are multiplied as few bits: ``--quantization``."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

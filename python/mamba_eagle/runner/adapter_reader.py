@@ -1,7 +1,5 @@
 """Adapters that the scheduler has asked for and that a thread reads beside the steps."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mamba_eagle.lora.peft import AdapterError

@@ -1,7 +1,5 @@
 """--check-ranks: whether all ranks have the same requests in the same state."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

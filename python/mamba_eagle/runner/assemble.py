@@ -4,8 +4,6 @@
 refused is refused before weights are read. All ranks pass through it together.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -5,8 +5,6 @@ trees. Ranks that computed either for themselves could differ in one token, and 
 each other for ever. Shapes as in sampler.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Either stops the step that needs the kernel: by seconds, or by milliseconds. A s
 should do neither (docs/design/gpu-steps.md).
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Grammars that the scheduler has asked for and that threads compile beside the steps."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory that loading took, given back."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from contextlib import suppress

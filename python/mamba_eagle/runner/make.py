@@ -1,7 +1,5 @@
 """The runner of a command that has no server: benchmarks and ``explain``."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -29,12 +29,7 @@ from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.core import PENALTIES
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
-from mamba_eagle.runner.constrained_choice import (
-    MasksFirst,
-    MasksOnDemand,
-    NodeLists,
-    Walk,
-)
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand, NodeLists, Walk
 from mamba_eagle.runner.constraints import Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import Scored
 

@@ -1,7 +1,5 @@
 """How many slots fit into memory, from the bytes per KV slot, state slot and running request."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Executes plans, one step at a time. No policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,13 +15,7 @@ from mamba_eagle.runner.memory import MemoryPlan
 from mamba_eagle.runner.pools import Pools
 from mamba_eagle.runner.ranks import Ranks
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.steps.decode_step import (
-    DecodeStep,
-    Drafted,
-    EagerRun,
-    EagerSteps,
-    Verified,
-)
+from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps, Verified
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner

@@ -1,7 +1,5 @@
 """All that outlives a step, allocated for one model on one rank."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ With --tp-size and --pp-size there are several, the ranks. All get the same plan
 together; one alone sends the results.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

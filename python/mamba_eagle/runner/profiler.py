@@ -1,7 +1,5 @@
 """Traces of steps, as torch's profiler writes them: for chrome://tracing and Perfetto."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

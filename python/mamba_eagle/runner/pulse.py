@@ -13,8 +13,6 @@ has shown none of these signs of progress while it had a plan to execute:
 A thread that waits for the device, by polling or inside a call, shows none of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """How a rank joins the others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

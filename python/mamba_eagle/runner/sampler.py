@@ -16,8 +16,6 @@ knows from a batch's request slots which operations it needs; nothing here waits
 than the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ which tokens the target takes at their nodes; what follows from these (accepted 
 each works out for its own layers, as a single runner does. Docs: docs/design/parallel.md.
 """
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future
 from typing import Any

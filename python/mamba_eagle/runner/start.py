@@ -1,7 +1,5 @@
 """Starts a runner in this process: threads, the other ranks, grammars, and the model."""
 
-from __future__ import annotations
-
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.devices import rank_device, set_threads
 from mamba_eagle.models.registry import read_model_config

@@ -1,7 +1,5 @@
 """Which methods --all-reduce stands for, and the table of a runner's group."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

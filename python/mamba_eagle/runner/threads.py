@@ -1,7 +1,5 @@
 """How many threads a runner computes with on a CPU, unless --cpu-threads says so."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

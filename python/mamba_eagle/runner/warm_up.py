@@ -1,7 +1,5 @@
 """A runner does once all that serving can ask for, before it is ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 

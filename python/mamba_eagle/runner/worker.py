@@ -1,7 +1,5 @@
 """The loop of a runner process: messages in, results out."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -8,8 +8,6 @@ another adapter needs it. Since plans are executed in order, a plan may copy an 
 whose last request it releases.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """What the scheduler answers to questions that are not requests: gauges, sessions, adapters,
 prefixes for other servers, pauses, other weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from mamba_eagle.message import (

@@ -9,8 +9,6 @@ from there on would be blind, so the drafter processes first what it lacks:
   Their KV is in the cache; the drafter's is copied there, so this happens once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from mamba_eagle.cache.node import Match

@@ -6,8 +6,6 @@ in, and not those of the steps of other groups, which may be in flight (``Plan.a
 group that is the step before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mamba_eagle.scheduler.plan_draft import PlanDraft

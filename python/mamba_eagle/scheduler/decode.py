@@ -1,8 +1,6 @@
 """Which running requests take a decode step, with which trees, and which one steps back when KV
 slots run out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mamba_eagle.cache.slots import Slots

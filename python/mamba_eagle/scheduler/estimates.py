@@ -3,8 +3,6 @@
 A *sample* is what one decode step did for one request.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import deque

@@ -5,8 +5,6 @@ the middle of a step, and everybody with it. So it is asked when the request arr
 request when it has compiled the grammar. Others may overtake it meanwhile.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from mamba_eagle.message import CompileGrammar

@@ -1,7 +1,5 @@
 """Pauses: what a trainer that is about to change the weights stops, and what it leaves as it is."""
 
-from __future__ import annotations
-
 from mamba_eagle.core import DEFAULT_VERSION
 from mamba_eagle.message import ChangeModel, PauseMode
 from mamba_eagle.scheduler.request import Request

@@ -1,18 +1,12 @@
 """One plan: while it is built, and while its result is awaited."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mamba_eagle.cache.node import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
-from mamba_eagle.message import (
-    DecodeBatch,
-    Plan,
-    PrefillItem,
-)
+from mamba_eagle.message import DecodeBatch, Plan, PrefillItem
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Choice

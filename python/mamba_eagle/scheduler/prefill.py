@@ -1,7 +1,5 @@
 """Which waiting requests start, and how their prompts are cut."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Collection, Sequence
 

@@ -1,7 +1,5 @@
 """The scheduler process: sockets around the ``Scheduler``."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """A request as the scheduler sees it: its tokens, what it holds, and how far it has come."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

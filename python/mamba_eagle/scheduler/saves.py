@@ -1,7 +1,5 @@
 """At which positions of a prompt states are saved (docs/design/prefix-cache.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sessions of clients: while one is open, what its last request has run leaves the cache last."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

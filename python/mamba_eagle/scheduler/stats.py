@@ -1,7 +1,5 @@
 """The scheduler's counters."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ that no step can have, fails its request and no other. The usual cause is that n
 sampled, because the logits are not finite or every token of the vocabulary is banned.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """What is kept behind running requests, so that the cache can continue inside their outputs."""
 
-from __future__ import annotations
-
 from mamba_eagle.cache.slots import Behind, HeldSlots, Slots, Trail
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import AnchorMove, JournalPart, RunnerReady

@@ -1,7 +1,5 @@
 """The FastAPI application: every route but those that take prompts, which have own files."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

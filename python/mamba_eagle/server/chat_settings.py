@@ -1,7 +1,5 @@
 """Checks the settings of chats before anything is loaded."""
 
-from __future__ import annotations
-
 from mamba_eagle.chat.family import NONE, FamilyError, read_family
 from mamba_eagle.chat.parse import parser_problem, template_problem
 from mamba_eagle.chat.render import template_source

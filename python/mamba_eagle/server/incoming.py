@@ -1,8 +1,6 @@
 """An update of the weights whose tensors come in several calls: nothing of it is used before all of
 it is there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

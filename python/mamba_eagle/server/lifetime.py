@@ -1,7 +1,5 @@
 """Which requests the server still takes, and which are open, from the first to the last."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -3,8 +3,6 @@
 port bound ─▶ scheduler, runner started ─▶ Ready ─▶ listening ─▶ an Ending ─▶ all ended
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import logging

@@ -4,8 +4,6 @@ A character may be spread over several tokens. Its bytes are held back until it 
 that text once given out never changes; ``flush`` gives what is left when a request ends.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """Why a request is not taken."""
 
-from __future__ import annotations
-
 
 class EngineDead(RuntimeError):
     """The engine is gone, or the server is being stopped."""

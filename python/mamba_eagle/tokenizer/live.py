@@ -1,7 +1,5 @@
 """The samples that have not ended, by the engine's names and by those that clients may use."""
 
-from __future__ import annotations
-
 from mamba_eagle.core import shown
 from mamba_eagle.tokenizer.errors import DuplicateRid
 from mamba_eagle.tokenizer.sample import PromptRequest, Sample

@@ -1,7 +1,5 @@
 """The server process's end of the engine: requests go out, outputs find who waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools
@@ -16,14 +14,7 @@ import zmq
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import DEFAULT_VERSION, Failure, FinishReason, shown
-from mamba_eagle.message import (
-    Abort,
-    Outputs,
-    Ready,
-    RequestOutput,
-    ToScheduler,
-    ToServer,
-)
+from mamba_eagle.message import Abort, Outputs, Ready, RequestOutput, ToScheduler, ToServer
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
 from mamba_eagle.tokenizer.live import LiveSamples

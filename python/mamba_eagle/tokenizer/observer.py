@@ -1,7 +1,5 @@
 """Who learns what becomes of requests; metrics/recorder.py is one."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample

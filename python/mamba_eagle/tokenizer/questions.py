@@ -1,7 +1,5 @@
 """Questions to the scheduler that are not requests, and who waits for their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

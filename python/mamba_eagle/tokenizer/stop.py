@@ -4,8 +4,6 @@ The strings form an automaton (Aho and Corasick, "Efficient string matching", 19
 character costs the same however many strings there are and however they overlap.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

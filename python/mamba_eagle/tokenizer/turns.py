@@ -1,7 +1,5 @@
 """What goes to the scheduler and comes from it, in turns of the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Acceptance of a head's drafts, measured by full passes over held-out answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

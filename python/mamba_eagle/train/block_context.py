@@ -4,8 +4,6 @@ Shapes: b answers of length l, A anchors in each, N rows per block, n = b * A * 
 heads, kv of keys, D channels each; L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

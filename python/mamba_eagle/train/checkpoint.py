@@ -1,7 +1,5 @@
 """Writes a checkpoint: config.json and model.safetensors in one folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

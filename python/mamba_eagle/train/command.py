@@ -5,8 +5,6 @@ Answers the prompts of FILE with the target, trains a head on the answers, and l
 ``torchrun --nproc-per-node 8 -m mamba_eagle.train.command …``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Initial weights of models and draft heads; the classes leave their parameters uninitialized."""
 
-from __future__ import annotations
-
 import math
 
 import torch

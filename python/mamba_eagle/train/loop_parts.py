@@ -1,7 +1,5 @@
 """Parts of a training loop: precision, optimizer, a timer, an orderly end on signals."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -10,8 +10,6 @@ With --skip-generation each line also has its answer: ``answer`` in the first tw
 ignored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cached_property

@@ -1,7 +1,5 @@
 """``training.json``: the settings of a run, which a resumed run must repeat, and its results."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """One run of ``train-drafter``, from the prompts to the finished head."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The settings of ``mamba-eagle train-drafter``: one frozen dataclass, from which its flags are
 generated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mamba_eagle.config import flag_of, setting

@@ -1,7 +1,5 @@
 """The frozen target: loaded in the dtype that it is served in, run over whole sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

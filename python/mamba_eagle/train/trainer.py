@@ -1,8 +1,6 @@
 """The training loop: steps, progress, saving and resuming. Its computations depend only on settings
 and data, so a run that was stopped and resumed ends with the same weights as one that was not."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -3,8 +3,6 @@
 The recurrence runs outside of autocast, which would round its sums to bfloat16.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

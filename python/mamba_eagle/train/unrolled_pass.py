@@ -6,8 +6,6 @@ states; every later one is predicted from the head's previous output. Training d
 2408.15766; the "training-time test" of EAGLE-3, arXiv 2503.01840).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

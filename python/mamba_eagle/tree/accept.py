@@ -4,8 +4,6 @@ Shapes: b requests, T tree nodes, D = max_depth + 1, S stop tokens. Nothing here
 device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ Shapes: b requests, T tree nodes including the root, k = topk lanes, C candidate
 Nothing here but ``doubts`` waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 No torch: the scheduler chooses among these shapes, and the runner captures graphs for them.
 """
 
-from __future__ import annotations
-
 from mamba_eagle.core import PLAIN, TreeShape
 
 

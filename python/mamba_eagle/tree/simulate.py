@@ -3,8 +3,6 @@
 Not part of serving: the accepted tokens are not the target's, so the text is meaningless.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Room for accepted nodes."""
 
-from __future__ import annotations
-
 import torch
 
 from mamba_eagle.tree.accept import Truncated

@@ -1,7 +1,5 @@
 """Attention over KV slots in torch: keys and values are gathered, and scores are masked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

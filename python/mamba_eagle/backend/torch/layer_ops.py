@@ -1,7 +1,5 @@
 """Layer operations without custom kernels: oneDNN's on a CPU, grouped products on a GPU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

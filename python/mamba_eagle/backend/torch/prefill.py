@@ -1,7 +1,5 @@
 """Prompt chunks in torch: the chunked scan, one request after the other."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

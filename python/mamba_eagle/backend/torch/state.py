@@ -1,7 +1,5 @@
 """Both state schemes in torch: rows and folds, or one state per node."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import NamedTuple
 

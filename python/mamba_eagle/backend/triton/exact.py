@@ -4,8 +4,6 @@ Rows, journals and folds are those of deferred.py. But no kernel reads L, and a 
 folded, in part or not at all, gives the same outputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Attention of trees and prompts with the same bits for each token, straight from the pool; nothing
 waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

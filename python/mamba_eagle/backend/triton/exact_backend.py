@@ -4,8 +4,6 @@ What is replaced is what adds up in an order that depends on what else runs: pro
 the recurrence. All else works row by row. Drafters only guess, so what they compute may differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

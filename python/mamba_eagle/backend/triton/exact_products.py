@@ -6,8 +6,6 @@ shape of a weight, since libraries change; where it does not, the kernel multipl
 In float8 the kernel of few tokens serves all.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

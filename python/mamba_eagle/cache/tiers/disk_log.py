@@ -8,8 +8,6 @@ Nothing that is read here is trusted: each record has a checksum, and so has eac
     file    [ size | checksum | label, sums ] [ size | checksum | label, sums ] …
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple

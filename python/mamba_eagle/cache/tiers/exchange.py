@@ -1,7 +1,5 @@
 """Prefixes for other servers and from them, through files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@
 Nothing that is read is trusted: records and units have checksums, and what they name is counted.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A prefix cache whose KV, states and journals are made of the units of one memory."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 

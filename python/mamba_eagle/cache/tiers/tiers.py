@@ -1,7 +1,5 @@
 """The tiers below the device, as the scheduler sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count, zip_longest
 

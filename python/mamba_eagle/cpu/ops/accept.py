@@ -1,8 +1,6 @@
 """Accepting on a CPU: tree/accept.py and ``Backend.commit_tokens`` as one loop each. In torch it is
 forty small operations on a handful of integers, which cost more than a layer."""
 
-from __future__ import annotations
-
 from mamba_eagle.machine_code import kernel
 
 

@@ -1,8 +1,6 @@
 """The best token of each row in one pass: torch's ``max`` with indices looks at one number after
 the other, and where it uses threads it waits for them to wake."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu.vector_math import ZERO

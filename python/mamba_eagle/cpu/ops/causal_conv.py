@@ -5,8 +5,6 @@ column ``at``. ``tokens`` [n, 2] int32 says of each token which is the first one
 the state slot that its request starts from (-1: zeros).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu.ops.delta_gates import delta_gates

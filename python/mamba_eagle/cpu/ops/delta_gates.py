@@ -3,8 +3,6 @@
 H heads of P values, G heads of queries and keys of size N.
 """
 
-from __future__ import annotations
-
 from math import sqrt
 
 import numpy as np

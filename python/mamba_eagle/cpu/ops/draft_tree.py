@@ -3,8 +3,6 @@
 Of equal scores the lower candidate number ranks first, as there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu.ops.top_log_probs import insert

@@ -1,7 +1,5 @@
 """The gated RMSNorm in one pass on a CPU, float32: torch takes a dozen operations."""
 
-from __future__ import annotations
-
 from mamba_eagle.cpu.ops.rms_norm import inverse_rms
 from mamba_eagle.cpu.vector_math import silu
 from mamba_eagle.machine_code import exactly

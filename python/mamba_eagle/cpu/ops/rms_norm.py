@@ -1,7 +1,5 @@
 """RMSNorm in one pass on a CPU, float32: torch takes a dozen operations."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The gate of an MLP in one pass on a CPU: torch takes three operations."""
 
-from __future__ import annotations
-
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import silu
 from mamba_eagle.machine_code import kernel, prange

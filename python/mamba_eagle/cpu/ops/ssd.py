@@ -7,8 +7,6 @@ other piece of the prompt, behind any cached state and in a decode step; a chunk
 up in an order that depends on where chunks begin, has others each time.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _block_of, _pass, _room

@@ -3,8 +3,6 @@
 Numba has no 16-bit floating-point types, so what is written are the integers that stand for them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

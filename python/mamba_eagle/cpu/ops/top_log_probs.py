@@ -1,7 +1,5 @@
 """The k best of each row in one pass: k is small, and torch's topk would sort."""
 
-from __future__ import annotations
-
 from math import log
 
 import numpy as np

@@ -6,8 +6,6 @@ No keys are gathered and no mask is made: a node reads its request's prefix thro
 and its ancestors through parent indices; a row of a block knows what it sees by its place.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu.threads import threaded

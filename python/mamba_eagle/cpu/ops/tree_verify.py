@@ -20,8 +20,6 @@ b of R request slots, T tree nodes, W rows per request, H heads of P channels, G
 size, K convolution width, C = H*P + 2*G*N convolution channels, E gates: H, or 2 H.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +28,7 @@ from mamba_eagle.cpu.ops.causal_conv import convolve_row
 from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import ONE, ZERO, exp, softplus
-from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas, step_odd_deltas
+from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas
 from mamba_eagle.cpu.vectors.memory import places
 from mamba_eagle.cpu.vectors.states import (
     AFTER,
@@ -174,82 +172,55 @@ def _room(rows, nodes, P, block):
 @kernel
 def _pass(S, h, inputs, ids, journal, writes, nodes, room):
     """A head's state S [P, N] over ``journal`` rows, and the outputs of the nodes behind them. ids:
-    the rows of both. writes: when the state is written, as in numba_states.py."""
-    (P, N), (xB, dt, decay) = S.shape, inputs
+    the rows of both. writes: when the state is written, as in vectors/states.py.
+
+    Of a delta rule, the nodes' rows have values in place of u until then."""
+    (P, N), (xB, dt, decay), T = S.shape, inputs, nodes.parents.shape[0]
     words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
-    T, H, width = nodes.parents.shape[0], decay.shape[1], xB.shape[1]
-    count, G = journal + T, nodes.C.shape[1] // N
+    H, count, of_x = decay.shape[1], journal + T, h * P
+    is_delta, of_C = dt.shape[1] > H, h // (H * N // nodes.C.shape[1]) * N
+    of_B = H * P + of_C
     if CHECKED:
         check_within(ids[:count], xB.shape[0])
         check_within(nodes.parents, T)
         check_within(nodes.order, T)
-    g = h // (H // G)
-    of_x, of_B = h * P, H * P + g * N
-    if dt.shape[1] > H:
-        _delta_pass(S, h, inputs, ids, journal, writes, nodes, room, of_B)
-        return
+    read, added = numbers[count : 2 * count if is_delta else count], numbers[2 * count :]
     for k in range(count):
-        row = ids[k]
-        numbers[k], step, begin = decay[row, h], dt[row, h], count + k * P
+        row, share = ids[k], ONE
+        if not is_delta:
+            share = dt[row, h]
+        elif k >= journal:
+            share = dt[row, H + h]
+        numbers[k] = decay[row, h]
+        if is_delta:
+            read[k] = -share * decay[row, h]
         for p in range(P):
-            numbers[begin + p] = step * xB[row, of_x + p]
+            added[k * P + p] = share * xB[row, of_x + p]
     if P % VECTOR != 0 or N % VECTOR != 0:
-        out = nodes.y[:, of_x : of_x + P]
         step_odd_states(
-            S, numbers, numbers[count:], xB, of_x, of_B, ids, journal, writes, nodes.parents,
-            nodes.C[:, g * N : (g + 1) * N], nodes.skip[h], out,
-        )  # fmt: skip
-        return
-    words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
-    words[AT.DECAY], words[AT.P] = numbers.ctypes.data, P
-    words[AT.ADDED] = words[AT.DECAY] + 4 * count
-    words[AT.ROWS], words[AT.ROW], words[AT.OF_X] = xB.ctypes.data, width, of_x
-    words[AT.OF_B], words[AT.IDS], words[AT.WRITES] = of_B, ids.ctypes.data, writes
-    words[AT.PARENTS], words[AT.ORDER] = nodes.parents.ctypes.data, nodes.order.ctypes.data
-    words[AT.KEPT] = nodes.kept.ctypes.data
-    words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * g * N, nodes.C.strides[0] // 4
-    words[AT.SKIP] = nodes.skip.ctypes.data + 4 * h
-    words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
-    words[AT.SUMS] = -(-(words[AT.ADDED] + 4 * count * P) // LINE) * LINE
-    words[AT.TILES] = words[AT.SUMS] + 4 * T * VECTOR * VECTOR
-    step_states(words.ctypes.data, P, N)
-
-
-@kernel
-def _delta_pass(S, h, inputs, ids, journal, writes, nodes, room, of_k):
-    """The same of a delta rule. Rows of nodes have values in place of u until then; of_k: where
-    keys begin in a row."""
-    (P, N), (rows, gates, decay), T = S.shape, inputs, nodes.parents.shape[0]
-    words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
-    H, count, of_x = decay.shape[1], journal + T, h * P
-    read, added = numbers[count : 2 * count], numbers[2 * count :]
-    for k in range(count):
-        row = ids[k]
-        beta = gates[row, H + h] if k >= journal else ONE
-        numbers[k], read[k] = decay[row, h], -beta * decay[row, h]
-        for p in range(P):
-            added[k * P + p] = beta * rows[row, of_x + p]
-    of_q = of_k - H * P
-    if P % VECTOR != 0 or N % VECTOR != 0:
-        step_odd_deltas(
-            S, numbers, added, read, rows, of_k, ids, journal, writes, nodes.parents,
-            nodes.C[:, of_q : of_q + N], nodes.y[:, of_x : of_x + P],
+            S, numbers, added, read, xB, of_x, of_B, ids, journal, writes, nodes.parents,
+            nodes.C[:, of_C : of_C + N], nodes.skip[h], nodes.y[:, of_x : of_x + P],
         )  # fmt: skip
     else:
         words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
         words[AT.DECAY], words[AT.P], words[AT.READ] = numbers.ctypes.data, P, read.ctypes.data
-        words[AT.ADDED], words[AT.ROWS] = added.ctypes.data, rows.ctypes.data
-        words[AT.ROW], words[AT.OF_B], words[AT.IDS] = rows.shape[1], of_k, ids.ctypes.data
-        words[AT.WRITES], words[AT.PARENTS] = writes, nodes.parents.ctypes.data
-        words[AT.ORDER], words[AT.KEPT] = nodes.order.ctypes.data, nodes.kept.ctypes.data
-        words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * of_q, nodes.C.strides[0] // 4
+        words[AT.ADDED], words[AT.ROWS] = added.ctypes.data, xB.ctypes.data
+        words[AT.ROW], words[AT.OF_X], words[AT.OF_B] = xB.shape[1], of_x, of_B
+        words[AT.IDS], words[AT.WRITES] = ids.ctypes.data, writes
+        words[AT.PARENTS], words[AT.ORDER] = nodes.parents.ctypes.data, nodes.order.ctypes.data
+        words[AT.KEPT], words[AT.SKIP] = nodes.kept.ctypes.data, nodes.skip.ctypes.data + 4 * h
+        words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * of_C, nodes.C.strides[0] // 4
         words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
         words[AT.SUMS] = -(-(words[AT.ADDED] + 4 * count * P) // LINE) * LINE
-        words[AT.TILES] = words[AT.SUMS] + 4 * N * VECTOR
-        step_deltas(words.ctypes.data, P)
-    for k in range(journal, count):
-        for p in range(P):
-            rows[ids[k], of_x + p] = added[k * P + p]
+        words[AT.TILES] = words[AT.SUMS] + 4 * VECTOR * (N if is_delta else T * VECTOR)
+        if is_delta:
+            step_deltas(words.ctypes.data, P)
+        else:
+            step_states(words.ctypes.data, P, N)
+    if is_delta:
+        for k in range(journal, count):
+            for p in range(P):
+                xB[ids[k], of_x + p] = added[k * P + p]
 
 
 @kernel

@@ -20,8 +20,6 @@ Intel, "Intel 64 and IA-32 Architectures Software Developer's Manual", volume 1,
 registers and their configuration. Linux, Documentation/arch/x86/xstate.rst: the permission.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys
@@ -36,7 +34,7 @@ from torch import Tensor
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.panels import BLOCKS, BYTES_PER_NS, PANEL, panels
 from mamba_eagle.cpu.products.panels import rows_of as rows_of_panels
-from mamba_eagle.cpu.span_kernels import Call, SpanKernel
+from mamba_eagle.cpu.span_kernels import Call, SpanKernel, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
     FLOATS,
@@ -306,9 +304,6 @@ def _product() -> Any:
     return vector_code(write)
 
 
-_multiply = _product()
-
-
 split_at = abi.reader(abi.Split)
 
 
@@ -318,11 +313,7 @@ def _split_rows(arguments, first, last):  # noqa: ANN001, ANN202
     split_rows(given.x, given.parts, given.inputs, first, last)
 
 
-def _paired_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _multiply(arguments, first, last)
-
-
-SPLIT, PRODUCT = SpanKernel(_split_rows), SpanKernel(_paired_weights)
+SPLIT, PRODUCT = SpanKernel(_split_rows), vector_kernel("paired_weights", _product())
 
 
 class Product:

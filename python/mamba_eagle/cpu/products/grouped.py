@@ -9,8 +9,6 @@ the instructions, the batch or the threads. A block holds 16 outputs: codes [in 
 once per group, since Σ (number + offset) q = Σ number q + offset Σ q.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import transpose
-from mamba_eagle.cpu.span_kernels import Call, SpanKernel
+from mamba_eagle.cpu.span_kernels import Call, SpanKernel, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
     FLOATS,
@@ -76,7 +74,7 @@ class Blocks(NamedTuple):
 
 def offset_of(weight: Blocks) -> int:
     """What zero is stored as."""
-    return 0 if weight.minimum is not None and weight.bits == 4 else OFFSET[weight.bits]
+    return 0 if weight.minimum is not None else OFFSET[weight.bits]
 
 
 def blocks(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> Blocks:
@@ -259,7 +257,7 @@ class _Tile:
 
     def __init__(self, code: Code, form: Form, dots: Dots, rows: int) -> None:
         self.code, self.form, self.dots, self.rows = code, form, dots, range(rows)
-        self.offset = 0 if form.minimum and form.bits == 4 else dots.offset
+        self.offset = 0 if form.minimum else dots.offset
         self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
 
     def write(self, pointers: list[Any], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
@@ -328,45 +326,13 @@ class _Tile:
         b.store(sums, place)
 
 
-_int8 = grouped_product(Form(8, wide=False, minimum=False))
-_int8_wide = grouped_product(Form(8, wide=True, minimum=False))
-_int4 = grouped_product(Form(4, wide=False, minimum=False))
-_int4_wide = grouped_product(Form(4, wide=True, minimum=False))
-_int4_minimum = grouped_product(Form(4, wide=False, minimum=True))
-_int4_wide_minimum = grouped_product(Form(4, wide=True, minimum=True))
-
-
-def _int8_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int8(arguments, first, last)
-
-
-def _int8_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int8_wide(arguments, first, last)
-
-
-def _int4_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int4(arguments, first, last)
-
-
-def _int4_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int4_wide(arguments, first, last)
-
-
-def _int4_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int4_minimum(arguments, first, last)
-
-
-def _int4_wide_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _int4_wide_minimum(arguments, first, last)
-
-
+# no product takes eight bits with a minimum (packed.py)
+FORMS = [Form(8, wide, False) for wide in (False, True)] + [
+    Form(4, wide, minimum) for wide in (False, True) for minimum in (False, True)
+]
 PRODUCTS = {
-    Form(8, wide=False, minimum=False): SpanKernel(_int8_weights),
-    Form(8, wide=True, minimum=False): SpanKernel(_int8_wide_weights),
-    Form(4, wide=False, minimum=False): SpanKernel(_int4_weights),
-    Form(4, wide=True, minimum=False): SpanKernel(_int4_wide_weights),
-    Form(4, wide=False, minimum=True): SpanKernel(_int4_minimum_weights),
-    Form(4, wide=True, minimum=True): SpanKernel(_int4_wide_minimum_weights),
+    form: vector_kernel("grouped_{}_wide_{}_minimum_{}".format(*form), grouped_product(form))
+    for form in FORMS
 }
 
 

@@ -14,8 +14,6 @@ group are exact integers:
 The last term is there only if the weight has minima.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

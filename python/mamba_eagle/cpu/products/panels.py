@@ -8,8 +8,6 @@ docs/design/kernels.md. An output in bfloat16 lies beside the one that is a regi
 (``PAIR``), so that a vector of such pairs becomes two registers by one shift and one mask.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import PAIR, place_in_pairs, transpose
-from mamba_eagle.cpu.span_kernels import Call, SpanKernel
+from mamba_eagle.cpu.span_kernels import Call, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
     HALF,
@@ -172,25 +170,10 @@ class _Tile:
         return found
 
 
-_bfloat, _half, _float = _product("bfloat"), _product("half"), _product("float")
-
-
-def _bfloat_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _bfloat(arguments, first, last)
-
-
-def _half_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _half(arguments, first, last)
-
-
-def _float_weights(arguments, first, last):  # noqa: ANN001, ANN202
-    _float(arguments, first, last)
-
-
 PRODUCTS = {
-    torch.bfloat16: SpanKernel(_bfloat_weights),
-    torch.float16: SpanKernel(_half_weights),
-    torch.float32: SpanKernel(_float_weights),
+    torch.bfloat16: vector_kernel("bfloat_weights", _product("bfloat")),
+    torch.float16: vector_kernel("half_weights", _product("half")),
+    torch.float32: vector_kernel("float_weights", _product("float")),
 }
 
 

@@ -4,15 +4,13 @@ Loading is mostly this. torch copies one number after the other; here 16 vectors
 become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.span_kernels import vector_kernel
 from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, has, ir, vector_code
 from mamba_eagle.machine_code import exactly
 
@@ -80,25 +78,10 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-_shorts, _pairs, _words = _blocks(16), _blocks(16, paired=True), _blocks(32)
-
-
-def _transpose_shorts(arguments, first, last):  # noqa: ANN001, ANN202
-    _shorts(arguments, first, last)
-
-
-def _transpose_pairs(arguments, first, last):  # noqa: ANN001, ANN202
-    _pairs(arguments, first, last)
-
-
-def _transpose_words(arguments, first, last):  # noqa: ANN001, ANN202
-    _words(arguments, first, last)
-
-
 _KERNELS = {
-    torch.bfloat16: SpanKernel(_transpose_pairs),
-    torch.float16: SpanKernel(_transpose_shorts),
-    torch.float32: (_of_words := SpanKernel(_transpose_words)),
+    torch.bfloat16: vector_kernel("transpose_pairs", _blocks(16, paired=True)),
+    torch.float16: vector_kernel("transpose_shorts", _blocks(16)),
+    torch.float32: (_of_words := vector_kernel("transpose_words", _blocks(32))),
     torch.int32: _of_words,
 }
 

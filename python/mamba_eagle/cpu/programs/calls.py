@@ -1,7 +1,5 @@
 """What a program consists of: calls of kernels, and the memory that they hand on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of an embedding, for programs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ same kernels in the same order. Layers that have no program (attention, experts,
 are split) run by themselves between two programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

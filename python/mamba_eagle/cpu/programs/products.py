@@ -1,7 +1,5 @@
 """Calls of a program that multiply: products, what rounds their inputs, and what adapters add."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from mamba_eagle.cpu import abi

@@ -5,8 +5,6 @@ programs 8 tokens of the embedded model took a fifth longer, 64 a seventh. Atten
 torch's, so it runs between two programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

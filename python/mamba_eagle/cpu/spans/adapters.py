@@ -1,8 +1,6 @@
 """What adapters add to a product, row by row: so a row has the same bits in each batch, and rows
 without an adapter are not touched."""
 
-from __future__ import annotations
-
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import floats, ints, reader
 from mamba_eagle.cpu.span_kernels import SpanKernel

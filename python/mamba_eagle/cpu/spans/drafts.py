@@ -7,8 +7,6 @@ bit by bit.
 b requests, n rows of a pass (entries, or lanes of a depth), k = topk lanes, C candidates.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu import abi

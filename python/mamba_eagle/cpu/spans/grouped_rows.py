@@ -1,8 +1,6 @@
 """Rows of integer groups as float32, for programs: the embedding is in lm_head's product. The
 numbers are those of torch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu import abi

@@ -5,8 +5,6 @@ layers do, bit by bit. It is given the address of its block (abi.py), which name
 ``Frame``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu import abi

@@ -4,8 +4,6 @@ As in spans/layers.py, each is a loop over units that calls the kernel of a prom
 names the pass's ``PromptFrame``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

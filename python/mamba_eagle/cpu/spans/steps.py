@@ -5,8 +5,6 @@ Each computes what the kernel of the same name does elsewhere, bit by bit.
 b requests, T nodes of a tree, R request slots, W rows per request, D the longest accepted path.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from mamba_eagle.cpu import abi

@@ -10,8 +10,6 @@ A sum over inputs is made in the same order for each row, however many rows ther
 they are shared out to threads. So a row's outputs do not depend on the batch it is in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from ctypes import Structure
 from types import SimpleNamespace

@@ -8,13 +8,8 @@ state before it writes any, so what lies at hand is a block of 16 rows, in the c
 sums are then those of 16 channels side by side.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-import numpy as np
-
-from mamba_eagle.cpu.vector_math import ZERO
 from mamba_eagle.cpu.vectors.code import F32, FLOATS, I64, LANES, Code, vector_code
 from mamba_eagle.cpu.vectors.states import AFTER, AHEAD, BEFORE, TILE, StateCode, States
 from mamba_eagle.cpu.vectors.sums import sums_across
@@ -166,37 +161,3 @@ def step_deltas(words, P):  # noqa: ANN001, ANN201
     """A call for states whose sizes are multiples of 16; words: ``States``, as an address. ADDED of
     the nodes: r, and afterwards u."""
     step_blocks(words, 0, P // LANES)
-
-
-@strictly
-def step_odd_deltas(  # noqa: ANN201, PLR0913
-    S, decay, added, read, rows, of_k, ids, J, writes, parents, q, out
-):  # noqa: ANN001
-    """The same for any size. S [P, N]; decay, read [J + T], added [(J + T) * P]; rows [W, …], keys
-    from column of_k on; ids [J + T]; parents [T]; q [T, N]; out [T, P]."""
-    (P, N), T = S.shape, q.shape[0]
-    last, states = np.empty(N, np.float32), np.empty((T, N), np.float32)
-    for p in range(P):
-        for n in range(N):
-            last[n] = S[p, n]
-        for k in range(J):
-            row, u = rows[ids[k]], added[k * P + p]
-            for n in range(N):
-                last[n] = decay[k] * last[n] + u * row[of_k + n]
-        if writes == BEFORE:
-            for n in range(N):
-                S[p, n] = last[n]
-        for i in range(T):
-            row, own, found, total = rows[ids[J + i]], states[i], ZERO, ZERO
-            before = states[parents[i]] if i > 0 else last
-            for n in range(N):
-                found += before[n] * row[of_k + n]
-            u = added[(J + i) * P + p] + read[J + i] * found
-            added[(J + i) * P + p] = u
-            for n in range(N):
-                own[n] = decay[J + i] * before[n] + u * row[of_k + n]
-                total += own[n] * q[i, n]
-            out[i, p] = total
-        if writes == AFTER:
-            for n in range(N):
-                S[p, n] = states[T - 1, n]

@@ -1,8 +1,6 @@
 """Addresses, for Numba's code: what is there, who computes it, who waits for it, and who will need
 it."""
 
-from __future__ import annotations
-
 import platform
 from collections import namedtuple
 from typing import Any

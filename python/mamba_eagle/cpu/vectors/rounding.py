@@ -4,8 +4,6 @@ What a group's largest number is, and the sum of its integers, LLVM looks for on
 other; here they are found across two vectors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba.core import cgutils, errors, types

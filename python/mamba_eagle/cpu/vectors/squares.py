@@ -1,8 +1,6 @@
 """A sum of squares whose order is written out: what LLVM makes of a loop that may be reassociated
 depends on the code around it, and a norm's bits would differ between a program and a layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba.core import cgutils, errors, types

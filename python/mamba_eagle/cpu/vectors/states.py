@@ -11,8 +11,6 @@ A tile of a state stays in registers while all rows and nodes go over it. Sums o
 are made as vectors, 16 rows of the state side by side, and added up across these together.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from math import exp
 from typing import Any
@@ -246,11 +244,12 @@ def step_states(words, P, N):  # noqa: ANN001, ANN201
 
 @strictly
 def step_odd_states(  # noqa: ANN201, PLR0913
-    S, decay, added, rows, of_x, of_B, ids, J, writes, parents, C, skip, out
+    S, decay, added, read, rows, of_x, of_B, ids, J, writes, parents, C, skip, out
 ):  # noqa: ANN001
-    """The same for any size. S [P, N]; decay [J + T], added [(J + T) * P]; rows [W, …], x and B
-    from columns of_x and of_B on; ids [J + T]; parents [T]; C [T, N]; out [T, P]."""
-    (P, N), T = S.shape, C.shape[0]
+    """The same for any size, and that of deltas.py where ``read`` is not empty. S [P, N]; decay and
+    read [J + T], added [(J + T) * P]; rows [W, …], x and B from columns of_x and of_B on; ids
+    [J + T]; parents [T]; C [T, N]; out [T, P]."""
+    (P, N), T, is_delta = S.shape, C.shape[0], len(read) > 0
     last, states = np.empty(N, np.float32), np.empty((T, N), np.float32)
     for p in range(P):
         for n in range(N):
@@ -263,13 +262,17 @@ def step_odd_states(  # noqa: ANN201, PLR0913
             for n in range(N):
                 S[p, n] = last[n]
         for i in range(T):
-            row, own, total = rows[ids[J + i]], states[i], ZERO
+            row, own, found, total = rows[ids[J + i]], states[i], ZERO, ZERO
             before = states[parents[i]] if i > 0 else last
+            if is_delta:
+                for n in range(N):
+                    found += before[n] * row[of_B + n]
+                added[(J + i) * P + p] += read[J + i] * found
             more = added[(J + i) * P + p]
             for n in range(N):
                 own[n] = decay[J + i] * before[n] + more * row[of_B + n]
                 total += own[n] * C[i, n]
-            out[i, p] = total + skip * row[of_x + p]
+            out[i, p] = total if is_delta else total + skip * row[of_x + p]
         if writes == AFTER:
             for n in range(N):
                 S[p, n] = states[T - 1, n]

@@ -5,8 +5,6 @@ products are made side by side and summed across their vectors together, and sum
 registers. A sum is added up in the same order whatever is beside it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

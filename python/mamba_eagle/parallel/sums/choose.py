@@ -5,8 +5,6 @@ collective on random numbers in captured calls, with equal bits on all ranks, an
 Docs: docs/design/parallel.md.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """An end to what hangs: a kernel that waits for another rank's for ever cannot be given up."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ One allocation per use, made once and never freed while ranks are together; no a
 share. Without NVLink multicast.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

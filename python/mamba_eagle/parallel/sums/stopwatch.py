@@ -1,7 +1,5 @@
 """Repeating work and timing it, as a decode step does it: in a CUDA graph."""
 
-from __future__ import annotations
-
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps that were launched: their results on the way to the host, and their times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Embeddings: a prompt's hidden states after the final norm, as one vector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

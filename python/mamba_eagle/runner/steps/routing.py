@@ -1,7 +1,5 @@
 """The experts that a mixture's routers have chosen, for requests that ask for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Units in a file, with checksums, and the log that says what they are."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """Units in files for other servers, and from them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Units of host memory, and copies between them and the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby

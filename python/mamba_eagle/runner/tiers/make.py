@@ -1,7 +1,5 @@
 """How large the lower tiers are, and whose blocks they hold."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from hashlib import blake2b

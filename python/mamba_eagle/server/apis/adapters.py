@@ -1,7 +1,5 @@
 """POST /load_lora_adapter and /unload_lora_adapter; vLLM has the same under /v1."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response

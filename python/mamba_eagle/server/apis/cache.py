@@ -1,8 +1,6 @@
 """GET /cache: what the prefix cache holds and what it was good for. Numbers; text for the operator
 alone, since it is that of all clients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

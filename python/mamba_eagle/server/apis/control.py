@@ -1,7 +1,5 @@
 """POST /flush_cache and /abort_request."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 

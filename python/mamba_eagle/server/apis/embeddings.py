@@ -6,8 +6,6 @@ which the prefix cache does not keep, so those prompts run as a whole; of others
 has to run.
 """
 
-from __future__ import annotations
-
 import base64
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GET /openapi.json, and GET /docs: a page that shows it and asks no other server for anything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """POST /start_profile and /stop_profile: the runner's steps, as torch's profiler records them."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

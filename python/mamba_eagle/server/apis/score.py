@@ -3,8 +3,6 @@
 The labels' logprobs are those that the engine names beside the one token that follows each text.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Sequence

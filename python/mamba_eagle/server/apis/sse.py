@@ -1,7 +1,5 @@
 """Waiting for a request's outputs, streamed as server-sent events or all at once."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

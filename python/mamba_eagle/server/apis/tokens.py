@@ -1,7 +1,5 @@
 """The tokenizer alone: /tokenize, /detokenize and /tokenizer_info."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Bounds on products: a small body may ask for much work, memory or output."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from mamba_eagle.core import SamplingParams

@@ -4,8 +4,6 @@ A grammar first gets little time. One that needs more begins again in a lane of 
 then in another one, at lower priority: most are tried at once, however many need seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

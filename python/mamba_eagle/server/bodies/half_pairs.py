@@ -1,8 +1,6 @@
 """Halves of surrogate pairs, deep inside of what a body holds: JSON can write them, no text has
 them. Tokenizers refuse them, and no reply could repeat them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.core import shown

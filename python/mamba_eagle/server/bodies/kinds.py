@@ -1,7 +1,5 @@
 """Kinds of values that bodies hold: how each is read, what is said of a wrong one, its schema."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A field that is in neither, and not declared by a route's body, is unknown: 400 
 serves one of them declares it in a body and takes it out here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Clients differ: null means absent, and a whole float is an integer. What no body
 is refused, unless ``known`` lists it as harmless or the server accepts any (``accepts_unknown``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Receives bodies: how long they may be, and how many are held at the same time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

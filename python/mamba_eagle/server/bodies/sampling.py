@@ -1,7 +1,5 @@
 """Sampling parameters of bodies: the fields are those that ``core.SamplingParams`` declares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, TypeVar

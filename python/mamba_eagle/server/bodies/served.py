@@ -1,7 +1,5 @@
 """What every route that runs prompts takes: when to serve them, what the prefix cache is to do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 

@@ -5,8 +5,6 @@ thread, and long ones do not stand before shorter ones. Threads share one interp
 do is done in pieces (json_body.py), by numpy, or by the Rust tokenizer, which do not keep its lock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Whether nodes have the same checkpoints: ranks of different ones would make nonsense together."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ The first ``Ending`` to occur, be it a finished drain, a dead or frozen process 
 determines the exit code and the last line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

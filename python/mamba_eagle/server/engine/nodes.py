@@ -1,7 +1,5 @@
 """What the launcher asks of other nodes, and the reasons why an engine ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ bundle holds the GPUs of this machine's ranks, which are children of the server 
 Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

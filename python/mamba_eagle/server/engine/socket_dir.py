@@ -1,7 +1,5 @@
 """The private folder of the pipes, and the folders that killed servers have left behind."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from itertools import chain

@@ -1,7 +1,5 @@
 """Decides from the engine's heartbeats whether it has stopped working. No processes, no clock."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mamba_eagle.message import Heartbeat

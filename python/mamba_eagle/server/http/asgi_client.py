@@ -1,7 +1,5 @@
 """Calls an ASGI application in this process: the replies of a server without its port."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """What is done as a reply begins: it is counted, and marked. Plain ASGI: streams pass untouched."""
 
-from __future__ import annotations
-
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """API keys: where they come from, and who carries one."""
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Collection, Mapping

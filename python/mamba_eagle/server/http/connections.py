@@ -8,8 +8,6 @@ that it calls, so it does not matter which parser uvicorn has chosen.
        └ over the limit: 503               └ 64 KiB each
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

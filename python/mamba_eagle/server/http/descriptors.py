@@ -1,7 +1,5 @@
 """How many files and sockets this process may open: each connection is one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

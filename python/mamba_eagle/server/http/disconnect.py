@@ -1,7 +1,5 @@
 """Notices that a client has left."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar

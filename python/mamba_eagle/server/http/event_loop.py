@@ -1,7 +1,5 @@
 """The event loop of the HTTP process: uvloop's, where it is installed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import Coroutine

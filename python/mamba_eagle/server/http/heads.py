@@ -4,8 +4,6 @@ may come.
 uvicorn's protocol over h11 bounds heads itself; that over httptools keeps whatever comes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.types import Scope

@@ -1,7 +1,5 @@
 """A body's bytes become a dict of Python values, in pieces that hold up no other request."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """JSON arrays that grow: each item is encoded once, however often the array is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

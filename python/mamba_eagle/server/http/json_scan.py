@@ -5,8 +5,6 @@ while no other Python code runs. The scan takes numpy's time instead, which othe
 wait for, and makes nothing that grows with the text. It does not say whether the text is valid.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

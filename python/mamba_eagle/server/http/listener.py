@@ -4,8 +4,6 @@ asyncio's own server would log a traceback for each attempt to accept without a 
 the thousand, and cannot be paused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

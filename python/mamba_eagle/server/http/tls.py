@@ -1,7 +1,5 @@
 """HTTPS, for servers without a proxy in front of them."""
 
-from __future__ import annotations
-
 import ssl
 
 from mamba_eagle.config import ConfigError, ServerConfig

@@ -1,7 +1,5 @@
 """The page that tries the server out: GET / and the files below /page/ that it is made of."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cached_property
 from html import escape

@@ -1,7 +1,5 @@
 """The kinds of draft heads that can be trained, one file each, by the name of --algorithm."""
 
-from __future__ import annotations
-
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.dflash import TrainableDflash
 from mamba_eagle.train.heads.dspark import TrainableDspark

@@ -1,7 +1,5 @@
 """What the trainer needs to know about one kind of head."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What DFlash and DSpark drafters share in training: blocks from many anchors in one pass."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

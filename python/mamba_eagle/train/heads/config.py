@@ -1,8 +1,6 @@
 """config.json of a new head. Sizes are those of the target where it has such layers; otherwise they
 are derived from its hidden size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig

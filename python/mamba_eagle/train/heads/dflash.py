@@ -1,7 +1,5 @@
 """DFlash (arXiv 2602.06036): the places of a block are drafted independently of each other."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mamba_eagle.train.heads.block import Drafted, TrainableBlockDrafter

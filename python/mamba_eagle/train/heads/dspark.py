@@ -1,8 +1,6 @@
 """DSpark (arXiv 2607.05147): a Markov head conditions each place on the token before it, and a
 confidence head says how likely the place's draft is to be accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """EAGLE-1/2 (arXiv 2401.15077): a few layers that predict the target's next hidden state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

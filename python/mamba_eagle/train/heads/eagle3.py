@@ -2,8 +2,6 @@
 and drafts from a vocabulary of its own. Its outputs do not predict features, so it has no feature
 loss."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

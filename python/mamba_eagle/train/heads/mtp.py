@@ -1,8 +1,6 @@
 """Multi-token prediction (arXiv 2404.19737; sequential modules: arXiv 2412.19437) for a target that
 was published without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

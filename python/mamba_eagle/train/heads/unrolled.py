@@ -1,7 +1,5 @@
 """Heads that draft token after token: each depth continues from the outputs of the one above it."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 

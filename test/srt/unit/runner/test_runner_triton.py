@@ -105,10 +105,11 @@ def test_texts_are_the_plain_models(
     settings = SETTINGS[name]
     engine = Engine(model, head if settings.algorithm == "EAGLE" else model, settings)
     nodes_seen.clear()
+    longest = 9 if name == "eagle-tree" else 5  # the interpreter takes seconds for a step
     lives = [
-        engine.start(random_prompt(13, 1), greedy(8)),
-        engine.start(random_prompt(1, 2), sampled(5, 7)),
-        engine.start(random_prompt(22, 3), greedy(9), cuts=(5, 20)),
+        engine.start(random_prompt(13, 1), greedy(longest - 1)),
+        engine.start(random_prompt(1, 2), sampled(longest // 2, 7)),
+        engine.start(random_prompt(22, 3), greedy(longest), cuts=(5, 20)),
     ]
     engine.finish(lives)
     assert_plain(model, lives)
@@ -116,7 +117,7 @@ def test_texts_are_the_plain_models(
     assert {(settings.nodes, settings.nodes), (settings.topk, lanes)} <= set(nodes_seen)
     if name == "standalone-chain":
         depths = accepted([lives[0]]) + accepted([lives[2]])
-        assert depths == [4, 3, 4, 4], "it drafts its own text"
+        assert depths == [3, 4], "it drafts its own text"
 
 
 @runs_kernels
@@ -192,11 +193,11 @@ def test_a_request_continues_from_one_that_left(
 ) -> None:
     engine = Engine(model, head, EAGLE)
     first = engine.start(random_prompt(9, 4), greedy(5))
-    other = engine.start(random_prompt(15, 5), greedy(9))
+    other = engine.start(random_prompt(15, 5), greedy(7))
     engine.finish([first])
     engine.execute(decode=[first, other])  # one more step than it should be in
     prefix = engine.release(first, fold_to=first.processed)
-    turn = engine.start(first.tokens + random_prompt(3, 6), greedy(4), hit=prefix)
+    turn = engine.start(first.tokens + random_prompt(3, 6), greedy(3), hit=prefix)
     engine.finish([turn, other])
     assert_plain(model, [first, other, turn])
     assert nodes_seen

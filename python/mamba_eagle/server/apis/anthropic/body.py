@@ -1,7 +1,5 @@
 """The body of Anthropic's /v1/messages as one of /v1/chat/completions."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -10,12 +8,7 @@ from pydantic import Field
 
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
 from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens
-from mamba_eagle.server.apis.openai.chat_body import (
-    EFFORT,
-    ChatJob,
-    Rendered,
-    render_chat,
-)
+from mamba_eagle.server.apis.openai.chat_body import EFFORT, ChatJob, Rendered, render_chat
 from mamba_eagle.server.apis.openai.messages import MESSAGES
 from mamba_eagle.server.apis.openai.tools import TOOLS
 from mamba_eagle.server.apis.openai.translation import (

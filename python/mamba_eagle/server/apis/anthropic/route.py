@@ -1,7 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's replies from the same engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

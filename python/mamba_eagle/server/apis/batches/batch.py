@@ -1,7 +1,5 @@
 """Batches: each line of a file is a request to this server, its reply a line of another file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Files of requests and of replies: in a folder of this server, each for the key that made it."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 {"custom_id": "7", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1 + 1 ="}}
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches, as OpenAI's: what ``run-batch`` does, asked for over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated
 

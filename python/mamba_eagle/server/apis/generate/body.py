@@ -1,7 +1,5 @@
 """The body of POST /generate, checked and tokenized."""
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any

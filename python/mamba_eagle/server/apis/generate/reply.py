@@ -1,7 +1,5 @@
 """A sample as /generate replies with it."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Sequence

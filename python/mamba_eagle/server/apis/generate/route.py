@@ -1,7 +1,5 @@
 """POST /generate: the samples run, and the replies."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """What bodies of the OpenAI routes share, and that of /v1/completions, checked and tokenized."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The body of /v1/chat/completions, checked, rendered and tokenized."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Choices of chat completions: reasoning, content and tool calls, whole and in pieces."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from typing import Any

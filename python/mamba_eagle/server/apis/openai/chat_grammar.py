@@ -1,7 +1,5 @@
 """The grammar of a chat's output: calls that must or may come, a constraint, reasoning first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Choices of the OpenAI replies, whole and in pieces."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """``messages`` of a chat, as templates want them."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

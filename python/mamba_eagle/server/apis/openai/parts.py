@@ -4,8 +4,6 @@ Anthropic's and the Responses replies are such rows. A whole reply is made of th
 stream, so it says what the stream said.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """POST /v1/completions and /v1/chat/completions: OpenAI's replies from the same engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Callable
 from itertools import groupby

@@ -1,7 +1,5 @@
 """``tools`` and ``tool_choice`` of a chat."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The body of OpenAI's /v1/responses as one of /v1/chat/completions."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Iterator

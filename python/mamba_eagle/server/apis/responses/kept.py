@@ -1,7 +1,5 @@
 """Responses that are kept: in memory, each for the API key that made it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any

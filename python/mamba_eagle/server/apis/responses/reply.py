@@ -1,7 +1,5 @@
 """Replies of OpenAI's /v1/responses, whole and as the events that its client and Codex read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's Responses from the same engine: made, continued, fetched and deleted."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

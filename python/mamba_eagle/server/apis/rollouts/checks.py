@@ -1,7 +1,5 @@
 """Whether an update has reached the weights: checksums of all that ranks hold, and comparisons."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response

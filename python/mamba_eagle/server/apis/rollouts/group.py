@@ -5,8 +5,6 @@ Several calls make one update. It takes the place of the weights when vLLM's /fi
 or the end of a pause says that it is whole; without either, each call is whole by itself.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """Memory that a trainer on the same device needs, given back and taken again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What the routes for trainers share: who may call them, and what the engine's answer becomes."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Pausing and going on, in SGLang's and in vLLM's words."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """POST /inference/v1/generate: vLLM's route from token ids to token ids, with no text between."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Other weights for a server that runs, and the version that replies name."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response

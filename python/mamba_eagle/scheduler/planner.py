@@ -1,0 +1,181 @@
+"""Plans: who runs, who waits, and what each gets of the slots."""
+
+import time
+from collections import deque
+
+from mamba_eagle.cache.node import as_tokens
+from mamba_eagle.cache.slots import Slots
+from mamba_eagle.cache.tiers.tiers import CacheTiers
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.message import ChangeModel, PauseMode, Plan, Release, RunnerReady
+from mamba_eagle.scheduler.adapters import Adapters
+from mamba_eagle.scheduler.booking import PlanBooking
+from mamba_eagle.scheduler.cohorts import Cohorts
+from mamba_eagle.scheduler.decode import DecodeManager
+from mamba_eagle.scheduler.pauses import Pauses
+from mamba_eagle.scheduler.plan_draft import PlanDraft
+from mamba_eagle.scheduler.prefill import PrefillManager
+from mamba_eagle.scheduler.request import Request, rank
+from mamba_eagle.scheduler.sessions import OpenSessions
+from mamba_eagle.scheduler.speculation import shape_policy
+from mamba_eagle.scheduler.stats import Stats
+from mamba_eagle.scheduler.trails import TrailKeeper
+
+
+class Planner:
+    """Makes plans of the requests that it is given; ``slots`` owns what they hold."""
+
+    def __init__(
+        self, config: EngineConfig, runner: RunnerReady, prompts_first: bool = False
+    ) -> None:
+        """prompts_first: nothing decodes while a prompt can be run. Each step is then of one kind,
+        which measurements need; running requests wait for all that arrive."""
+        self.runner = runner
+        self.prompts_first = prompts_first
+        self.shape = config.tree_shape  # the largest of any step
+        self.policy = shape_policy(config)
+        self.cohorts = Cohorts(runner.cohorts, overlaps=not config.disable_overlap_schedule)
+        self.slots = Slots(
+            runner.max_kv_slots,
+            runner.max_state_slots,
+            runner.max_running_requests,
+            use_cache=not config.disable_radix_cache,
+            max_journals=runner.max_journals,
+            folds_journals=runner.moves_anchors,
+        )
+        self.adapters = Adapters(config.adapter_slots, config.num_ranks)
+        self.tiers = CacheTiers(self.slots, runner.tiers, draft_states=not runner.moves_anchors)
+        self.prefill = PrefillManager(
+            config, self.policy, self.slots, self.tiers, runner, self.adapters
+        )
+        self.trails = TrailKeeper(config, self.slots, runner)
+        self.decode = DecodeManager(self.policy, self.slots)
+        self.stats = Stats()
+        self.sessions = OpenSessions(self.slots)
+        self.booking = PlanBooking(
+            runner, self.policy, self.slots, self.prefill, self.sessions, self.stats
+        )
+        self.pauses = Pauses()
+        self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
+        self._in_flight: deque[PlanDraft] = deque()
+
+    def plan(self) -> Plan | None:
+        """The next step; None if there is nothing to do, or if no more plans may be in flight."""
+        if len(self._in_flight) >= self.cohorts.max_in_flight:
+            return None
+        self.slots.unpin(time.monotonic())
+        plan = PlanDraft(Plan(step=self.stats.num_steps + 1))
+        self._release_leaving(plan)
+        if not self.pauses.stops_all:
+            self.tiers.write_down()
+            self._schedule(plan)
+        plan.message.copies = self.tiers.take_copies()
+        plan.message.empties_disk = self.tiers.take_empties_disk()
+        asks_for_copies = self.tiers.in_flight and not self._in_flight
+        if plan.empty and not asks_for_copies:
+            return None
+        plan.message.arrived = self.tiers.take_arrived()
+        self.stats.num_steps += 1
+        self._in_flight.append(plan)
+        plan.message.after = self.cohorts.planned(plan)
+        self.booking.book(plan)
+        return plan.as_message()
+
+    def _schedule(self, plan: PlanDraft) -> None:
+        if not self.prompts_first:
+            self._schedule_decode(plan)
+        beside = self._in_flight if self.cohorts.count > 1 else ()  # at work at the same time
+        decodes = any(each.decodes for each in (plan, *beside))
+        admitted = self.prefill.schedule(plan, self._admitted, decodes)
+        self._admitted += admitted
+        for request in admitted:
+            request.weight_version = self.pauses.version
+        if self.prefill.is_full:
+            self._step_back()
+        if self.prompts_first and not plan.chunks:
+            self._schedule_decode(plan)
+
+    def _schedule_decode(self, plan: PlanDraft) -> None:
+        ready = self.cohorts.choose(self._admitted)
+        last = self.decode.schedule(plan, ready, self._admitted, self._in_flight)
+        if last is not None:
+            self._retract(last)
+            self._release_leaving(plan)
+        for item in plan.decodes:
+            self.trails.make_room(item.request, item.held, plan)
+
+    def _step_back(self) -> None:
+        """A running request makes room for one of higher priority that did not get any."""
+        waiting = self.prefill.waiting
+        if not waiting or any(request.leaving for request in self._admitted):
+            return
+        last = max(self._admitted, key=rank, default=None)
+        if last is not None and last.priority < waiting[0].priority:
+            self._retract(last)
+
+    def _release_leaving(self, plan: PlanDraft) -> None:
+        for request in list(self._admitted):
+            if request.leaving and request.plans_in_flight == 0:
+                self._admitted.remove(request)
+                plan.message.releases.append(self._release(request))
+                if request.finish is None:
+                    request.start_again()
+                    self.prefill.add(request)
+
+    def _release(self, request: Request) -> Release:
+        held, end = request.held, request.reusable
+        assert held is not None
+        rest = None if end is None else as_tokens(request.tokens[held.inserted : end])
+        anchor = held.trail.anchor if held.trail is not None else end
+        released = self.slots.release(held, rest)
+        if released.stored and anchor is not None and end is not None and request.finish:
+            self.sessions.keep(request.asked.cache.session, held.node, [min(anchor, end), end])
+        # Between two chunks of a prompt S0 is where it should be and needs no fold.
+        keep_to = end if released.stored and end is not None and request.prefill_sent else -1
+        request.held = None
+        self.adapters.leave(request.adapter)
+        return Release(held.slot, keep_to if released.state_kept else -1, keep_to)
+
+    def _retract(self, request: Request) -> None:
+        """It waits again once no plan in flight names it and its slots are released."""
+        self.stats.num_retracted += 1
+        request.retracting = True
+        self.prefill.remove(request)
+
+    # ── pauses ───────────────────────────────────────────────────────────────────────────────
+
+    def pause(self, mode: PauseMode) -> None:
+        """``paused`` says when it has come into force. A second pause replaces the first."""
+        self.pauses.mode = mode
+        if mode == "retract":
+            self._retract_all()
+
+    def resume(self) -> None:
+        """End a pause. Requests go on where they were."""
+        for request in self.pauses.end():
+            self.prefill.add(request)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the pause is in force: no step is under way and, unless requests are held in
+        place, none holds a slot."""
+        if self.pauses.mode == "keep":
+            return not self._in_flight
+        rests = self.pauses.mode == "retract" or not self.prefill.waiting
+        return self.holds_nothing and rests
+
+    def begin_change(self, change: ChangeModel) -> None:
+        """Takes every slot from its request. Once ``holds_nothing`` the cache can be emptied, and
+        the runner is to hear of the change."""
+        self.pauses.change = change
+        self._retract_all()
+
+    def _retract_all(self) -> None:
+        for request in self._admitted:
+            if not request.leaving:
+                self._retract(request)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """No request holds a slot, and nothing is on its way."""
+        return not (self._admitted or self._in_flight or self.tiers.in_flight)
