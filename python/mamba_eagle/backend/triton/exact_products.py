@@ -11,6 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.triton.experts import fuse_experts
 from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.backend.triton.products import FEW_TOKENS, Float8Product, SixteenBitProduct
 from mamba_eagle.kernels.float8 import triton as float8
@@ -74,8 +75,8 @@ class ExactOps(TritonOps):
         # no sums of parts, which only cuBLASLt can be asked for
         torch.backends.cuda.preferred_blas_library("cublaslt")
         settings = torch.backends.cuda.matmul
-        settings.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
-        settings.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+        settings.allow_bf16_reduced_precision_reduction = (False, False)
+        settings.allow_fp16_reduced_precision_reduction = (False, False)
         self.tried: dict[tuple[object, ...], bool] = {}
 
     def pack_linear(self, weight: Tensor) -> Product | None:
@@ -100,7 +101,4 @@ class ExactOps(TritonOps):
         held: Span | None,
         dtype: torch.dtype,
     ) -> ExpertLayer | None:
-        experts = super().fuse_experts(up, down, act, held, dtype)
-        if experts is not None:
-            experts.exact = True
-        return experts
+        return fuse_experts(up, down, act, held, dtype, self.grouped_linear, exact=True)

@@ -99,14 +99,18 @@ def fuse_experts(
     held: Span | None,
     dtype: torch.dtype,
     grouped: GroupedLinear,
+    exact: bool = False,
 ) -> FusedExperts | None:
-    """None if there is no kernel for such weights on their device."""
+    """None if there is no kernel for such weights on their device. exact: all numbers of tokens
+    take tiles, whose sums have one order."""
     stacks = stack_of(up), stack_of(down)
     if stacks[0] is None or stacks[1] is None or dtype not in SIXTEEN_BITS:
         return None
     if capability(stacks[0].weight.device) < TENSOR_CORES:
         return None
-    return FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped)
+    made = FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped)
+    made.exact = exact
+    return made
 
 
 class FusedExperts(ExpertLayer):
@@ -128,7 +132,7 @@ class FusedExperts(ExpertLayer):
         self.shared = 0
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8
-        self.exact = False  # whether all numbers of tokens take tiles, whose sums have one order
+        self.exact = False  # see fuse_experts
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)

@@ -37,7 +37,7 @@ FEW_ROWS = 2048
 class SixteenBitProduct(WritingProduct):
     """Few tokens by the Triton kernel, more by cuBLAS."""
 
-    sizes = (16, 32, FEW_TOKENS)
+    sizes: tuple[int, ...] = (16, 32, FEW_TOKENS)
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

@@ -40,8 +40,8 @@ def _sums(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The sums of two rows' blocks, rounded as they are written where the first ones stand: whoever
-    reads them there goes on with the same numbers."""
+    """The sums of two rows' blocks, rounded as they are written where the first ones stand, so that
+    a reader of these has the same numbers."""
     sums = ()
     for block in tl.static_range(BLOCKS):
         total = numbers[block].to(tl.float32) + others[block].to(tl.float32)
