@@ -37,6 +37,44 @@ MAX_ROWS = 64  # that are prepared at a time
 
 
 @gluon.jit
+def _prepare_B(buffer, tables, B, WIDTH: gl.constexpr, num_warps: gl.constexpr):
+    """B of the rows [journal ; tree] in float32. B: of row 0."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    row, valid = _rows(tables, buffer.shape[0], layout)
+    own = gl.load(B + (row * WIDTH)[:, None] + n[None, :], mask=valid[:, None], other=0.0)
+    store_numbers(buffer, own)
+
+
+@gluon.jit
+def _prepare_C(buffer, T, C, WIDTH: gl.constexpr, num_warps: gl.constexpr):
+    """C of the nodes."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    node = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
+    at = C + (node * WIDTH)[:, None] + n[None, :]
+    store_numbers(buffer, gl.load(at, mask=(node < T)[:, None], other=0.0))
+
+
+@gluon.jit
+def _prepare_x(
+    feed, tables, x, dt, rate, WIDTH: gl.constexpr, H: gl.constexpr, num_warps: gl.constexpr
+):
+    """What comes of x and dt. x: of row 0, at the tile's first channel; dt: of row 0."""
+    layout: gl.constexpr = read_layout(feed[0].shape[1], num_warps)
+    channel = gl.arange(0, feed[0].shape[1], gl.SliceLayout(0, layout))
+    row, valid = _rows(tables, feed[0].shape[0], layout)
+    step = gl.load(dt + row * H, mask=valid, other=0.0)
+    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+    prepare(feed, own, step[:, None], rate)
+    node = gl.arange(0, feed[1].shape[0], gl.SliceLayout(1, layout))
+    is_node = node < tables[3]
+    row = gl.load(tables[1] + node, mask=is_node, other=0).to(gl.int32)
+    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=is_node[:, None], other=0.0)
+    feed[1].store(own.to(gl.float32))
+
+
+@gluon.jit
 def _rows(tables, COUNT: gl.constexpr, layout: gl.constexpr):
     """Ids of the rows [journal ; tree], and which there are: [COUNT], by rows of ``layout``."""
     journal, rows, length, T = tables
@@ -45,32 +83,6 @@ def _rows(tables, COUNT: gl.constexpr, layout: gl.constexpr):
     row = gl.load(journal + k, mask=k < length, other=0)
     row += gl.load(rows + k - length, mask=valid & (k >= length), other=0)
     return row.to(gl.int32), valid
-
-
-@gluon.jit
-def _read(at, row, valid, WIDTH: gl.constexpr, ELEMENTS: gl.constexpr, layout: gl.constexpr):
-    """[rows, ELEMENTS]. at: the first element of row 0."""
-    element = gl.arange(0, ELEMENTS, gl.SliceLayout(0, layout))
-    return gl.load(at + (row * WIDTH)[:, None] + element[None, :], mask=valid[:, None], other=0.0)
-
-
-@gluon.jit
-def _read_x(feed, tables, x, dt, WIDTH: gl.constexpr, H: gl.constexpr, num_warps: gl.constexpr):
-    """x and dt of all rows, and x of the nodes. x: of row 0, at the tile's first channel."""
-    TILE: gl.constexpr = feed[0].shape[1]
-    layout: gl.constexpr = read_layout(TILE, num_warps)
-    row, valid = _rows(tables, feed[0].shape[0], layout)
-    step = gl.load(dt + row * H, mask=valid, other=0.0)
-    own = _read(x, row, valid, WIDTH, TILE, layout)
-    node = gl.arange(0, feed[1].shape[0], gl.SliceLayout(1, layout))
-    row = gl.load(tables[1] + node, mask=node < tables[3], other=0).to(gl.int32)
-    return own, step[:, None], _read(x, row, node < tables[3], WIDTH, TILE, layout)
-
-
-@gluon.jit
-def _store_x(feed, read, rate):
-    prepare(feed, read[0], read[1], rate)
-    feed[1].store(read[2].to(gl.float32))
 
 
 @gluon.jit
@@ -170,24 +182,14 @@ def _verify_kernel(
     feed_rest = feed
     if REST:
         feed_rest = tile_feed(J, NODES, REST, B_shared, C_shared)
-    C += request * T * (G * N) + group * N
-    numbers: gl.constexpr = read_layout(N, num_warps)
-    node = gl.arange(0, NODES, gl.SliceLayout(1, numbers))
+    _prepare_C(C_shared, T, C + request * T * (G * N) + group * N, G * N, num_warps)
     nodes_at = -1  # the root's row among those that are prepared
     while nodes_at < 0:
         tables = (journal, rows, length, T)
-        # all are asked for before one is waited for
-        row, valid = _rows(tables, J, numbers)
-        read_B = _read(B, row, valid, WIDTH, N, numbers)
-        read_C = _read(C, node, node < T, G * N, N, numbers)
-        read = _read_x(feed, tables, x, dt, WIDTH, H, num_warps)
+        _prepare_B(B_shared, tables, B, WIDTH, num_warps)
+        _prepare_x(feed, tables, x, dt, rate, WIDTH, H, num_warps)
         if REST:
-            read_rest = _read_x(feed_rest, tables, x + TILE, dt, WIDTH, H, num_warps)
-        store_numbers(B_shared, read_B)
-        store_numbers(C_shared, read_C)
-        _store_x(feed, read, rate)
-        if REST:
-            _store_x(feed_rest, read_rest, rate)
+            _prepare_x(feed_rest, tables, x + TILE, dt, rate, WIDTH, H, num_warps)
         barrier()
         count = gl.minimum(length, J) if LONG else length
         for k in range(count):
@@ -217,24 +219,24 @@ def _verify_kernel(
         ancestors += request * T
         done = gl.full([], 1, BITS)
         leaves = _leaves(ancestors, T, BITS, num_warps)
-        current, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
-        while current >= 0:
+        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
+        while node >= 0:
             S = after_root.load(layout)
             S_rest = rest_after_root
-            begins = current < 0
+            begins = node < 0
             while not begins:
                 later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
-                at = y + current * (H * P)
-                bit = gl.full([], 1, BITS) << current.to(BITS)
-                S = advance(S, feed, nodes_at + current)
+                at = y + node * (H * P)
+                bit = gl.full([], 1, BITS) << node.to(BITS)
+                S = advance(S, feed, nodes_at + node)
                 if REST:
-                    S_rest = advance(S_rest, feed_rest, nodes_at + current)
+                    S_rest = advance(S_rest, feed_rest, nodes_at + node)
                 if (done & bit) == 0:
-                    write_output(S, feed, current, skip, at)
+                    write_output(S, feed, node, skip, at)
                     if REST:
-                        write_output(S_rest, feed_rest, current, skip, at + TILE)
+                        write_output(S_rest, feed_rest, node, skip, at + TILE)
                 done |= bit
-                current = later
+                node = later
 
 
 def tree_verify(
