@@ -66,6 +66,7 @@ def _generate(runner: ModelRunner, adapter: int = -1) -> None:
         2, model.config.vocab_size, dtype=model.logits_dtype, device=backend.device
     )
     backend.mask_logits(logits, backend.place.to_device([0]), masks.to(backend.device))
+    backend.token_logprobs(logits, backend.place.to_device([[0], [0]]), top=1)
 
 
 @torch.inference_mode()

@@ -68,15 +68,19 @@ class ExactFloat8(Float8Product):
         )
 
 
+def forbid_partial_sums() -> None:
+    """In this process no library adds up parts of a sum. Only cuBLASLt can be asked for that."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    settings = torch.backends.cuda.matmul
+    settings.allow_bf16_reduced_precision_reduction = (False, False)
+    settings.allow_fp16_reduced_precision_reduction = (False, False)
+
+
 class ExactOps(TritonOps):
     name = "triton"
 
     def __init__(self) -> None:
-        # no sums of parts, which only cuBLASLt can be asked for
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        settings = torch.backends.cuda.matmul
-        settings.allow_bf16_reduced_precision_reduction = (False, False)
-        settings.allow_fp16_reduced_precision_reduction = (False, False)
+        forbid_partial_sums()
         self.tried: dict[tuple[object, ...], bool] = {}
 
     def pack_linear(self, weight: Tensor) -> Product | None:

@@ -34,7 +34,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.backend.triton import attention
+from mamba_eagle.backend.triton import attention, exact_products
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.builds import (
     Build,
@@ -43,6 +43,7 @@ from mamba_eagle.backend.triton.builds import (
     compile_build,
     dry_run,
 )
+from mamba_eagle.backend.triton.exact_backend import ExactBackend
 from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
@@ -63,6 +64,7 @@ SETTINGS = {
     "eagle": TREE,
     "standalone-snapshot": TREE._replace(algorithm="STANDALONE", scheme="snapshot"),
     "delta-rule": TREE._replace(algorithm="NONE"),
+    "exact": TREE,
 }
 
 
@@ -208,14 +210,18 @@ def test_what_a_block_sees_is_known_after_a_dry_run(rows: int, window: int, caus
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
-    hopper: None, folders: dict[str, Path | None], name: str
+    hopper: None, folders: dict[str, Path | None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if exact := name == "exact":
+        monkeypatch.setattr(exact_products, "forbid_partial_sums", lambda: None)
+        backend = ExactBackend(LikeGpu(), torch.bfloat16)
+        monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     settings, model = SETTINGS[name], folders.get(name, folders["model"])
     assert model is not None
     with dry_run() as run:
         engine = Engine(
             model, folders[settings.algorithm], settings, max_running_requests=4,
-            max_mamba_cache_size=300, max_total_tokens=6000,
+            max_mamba_cache_size=300, max_total_tokens=6000, exact=exact,
         )  # fmt: skip
         engine.overwrites = False
         known, graphs = set(run.builds), engine.runner.steps.num_graphs
