@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark.lib.lines import TREE, Lines, Series
+from benchmark.lib.lines import MODEL, TREE, Lines, Series
 
 BLOCK = re.compile(r"(<!-- made by make_plots\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 BATCHES = (1, 8, 32)
@@ -172,8 +172,8 @@ def memory_table(lines: Lines) -> str:
         "|---|---|---|---|",
     ]
     for label, wanted in (
-        ("deferred (rows)", {"mode": "deferred"}),
-        ("snapshot (a state per node)", {"mode": "snapshot"}),
+        ("deferred (rows)", {"mode": "deferred", "model": MODEL}),
+        ("snapshot (a state per node)", {"mode": "snapshot", "model": MODEL}),
         ("SGLang 0.5.17, computed", {"engine": "sglang"}),
     ):
         for line in last_of_each(lines.find("state_mb_per_request", **wanted), "nodes"):

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from benchmark.lib import tables
-from benchmark.lib.lines import TREE, Lines, Series
+from benchmark.lib.lines import MODEL, TREE, Lines, Series
 
 HERE = Path(__file__).parent
 RESULTS = (HERE.parent / "results/peers.jsonl", HERE.parent / "results/h100.jsonl")
@@ -142,8 +142,8 @@ def verify_time(lines: Lines) -> Figure | None:
 def state_memory(lines: Lines) -> Figure | None:
     """Gigabytes of recurrent state against running requests."""
     kinds = {
-        "deferred": ("deferred", {"mode": "deferred"}),
-        "snapshot": ("snapshot", {"mode": "snapshot"}),
+        "deferred": ("deferred", {"mode": "deferred", "model": MODEL}),
+        "snapshot": ("snapshot", {"mode": "snapshot", "model": MODEL}),
         "peer": (
             "SGLang, computed",
             {"engine": "sglang"},

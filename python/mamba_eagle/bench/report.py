@@ -181,7 +181,7 @@ def result_lines(
     """Lines of --results, in the form of benchmark/results. speed: None without decode steps."""
     batch, state = len(made.tokens), StateMemory.of(ready)
     common = {
-        "mode": config.mamba_verify_mode,
+        "mode": "exact" if config.exact else config.mamba_verify_mode,
         "batch": batch,
         "nodes": config.tree_shape.nodes,
         "rows": ready.details["rows_per_request"],

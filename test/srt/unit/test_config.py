@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,32 @@ def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPa
 
 def test_defaults_have_no_problems() -> None:
     assert ServerConfig().problems() == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": "float32"},
+        {"quantization": "nvfp4"},
+        {"mamba_ssm_dtype": "bfloat16"},
+        {"mamba_verify_mode": "snapshot"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"tp_size": 2},
+        {"max_loras": 2},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_exact_bits_cannot_be_had_with_is_named(given: dict[str, Any]) -> None:
+    (name,) = given
+    flag = f"--{name.replace('_', '-')}"
+    (problem,) = ServerConfig(exact=True, device="cuda", **given).problems()
+    assert flag in problem and "--exact" in problem
+    assert ServerConfig(device="cuda", **given).problems() == []
+
+
+def test_a_cpu_is_exact_anyway() -> None:
+    given = {"dtype": "float32", "tp_size": 2, "quantization": "int8"}
+    assert ServerConfig(exact=True, device="cpu", **given).problems() == []
 
 
 def test_all_problems_are_said_at_once() -> None:
