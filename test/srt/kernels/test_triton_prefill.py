@@ -12,6 +12,7 @@ from prefill_rig import PROMPTS, SLOTS, make_batch
 from tensor_checks import Draw, relative_error
 from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device
 
+from mamba_eagle.backend.place import Cuda
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv, prompt_steps
@@ -224,6 +225,6 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        scan(*batch[1:], prefill_plan(LONG, ON_DEVICE))
+        scan(*batch[1:], prefill_plan(LONG, Cuda(DEVICE).to_device))
     finally:
         torch.cuda.set_sync_debug_mode("default")
