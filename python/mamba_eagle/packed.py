@@ -100,7 +100,7 @@ class PackedForward:
             raise ValueError(problem)
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Frees the memory, for good."""
         self._renewal.close()
         self._renewal.runner = None
         gc.collect()
