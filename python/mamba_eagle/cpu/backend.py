@@ -22,6 +22,7 @@ from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu.abi import BestOf, EnterRoots
 from mamba_eagle.cpu.attention import (
@@ -149,6 +150,13 @@ class CpuBackend(Backend):
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        """A long row alone torch would add up in parts, one per thread: so it is never alone."""
+        if len(logits) != 1:
+            return super().token_logprobs(logits, tokens, top)
+        twice = super().token_logprobs(logits.expand(2, -1), tokens, top)
+        return TokenLogprobs(*(part[:1] for part in twice))
 
     def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
         return _top(cpu_top.top_log_probs, logits.float(), k)

@@ -54,10 +54,13 @@ def output_logprobs(
     chooser: Chooser, table: RequestTable, slot: int, logits: Tensor, tokens: Tensor
 ) -> Logprobs:
     """Of sampled tokens [n] of the request in ``slot``; logits [n, V]."""
-    temperature = table.logprob_temperature[slot]
-    if temperature != 1.0:
-        logits = logits.float() / temperature
+    logits = at_temperature(logits, table.logprob_temperature[slot])
     return Logprobs(chooser, table, slot, logits, tokens)
+
+
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """The logits whose log-probabilities are those at a temperature above 0."""
+    return logits if temperature == 1.0 else logits.float() / temperature
 
 
 @dataclass
@@ -102,6 +105,15 @@ class PendingPrefill:
                 result.experts = routing.as_bytes(self.experts[i])
             results.append(result)
         return results
+
+
+class Passed(NamedTuple):
+    """What the target made of prompt chunks: n tokens, concatenated in the order of the parts."""
+
+    parts: list[PrefillPart]
+    tokens: Tensor  # [n] int64
+    features: Tensor  # [n, F]
+    before: Tensor  # [parts, F]: the feature of the token before each chunk
 
 
 class Shown(NamedTuple):
@@ -185,30 +197,8 @@ class PromptRunner:
 
     def run(self, items: Sequence[PrefillItem]) -> PendingPrefill:
         """Process the prompt chunks of a step in one pass; ``finish`` does what is left."""
-        model, table = self.step.model, self.step.table
-        for item in items:
-            self._admit(item)
-        self.journals.begin(items)
-        given, items = items, [_continued(item) for item in items]
-        parts = prefill_parts(items)
-        tokens = self._indices([token for item in items for token in item.token_ids])
-        inner = self.step.backend.prefill_context(
-            parts, self.pool, self.step.kv, table.kv_slots, model.config.recurrence
-        )
-        places = self.journals.places(parts)
-        ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
-        state_slots = self._indices([item.state_slot for item in items])
-        before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
-        if self.step.adapters.any([item.slot for item in items]):
-            rows = [(part.item.slot, part.length) for part in parts]
-            slots, lengths = self._indices(list(zip(*rows)))
-            with self.step.adapters.over(slots, lengths):
-                features = model(tokens, ctx)
-        else:
-            features = model(tokens, ctx)
-        self._keep_features(parts, features)
-        if places is not None:
-            self.journals.write_features(places, features)
+        parts, tokens, features, before = self.forward(items)
+        table, given, items = self.step.table, items, [part.item for part in parts]
         table.processed[self._indices([item.slot for item in items])] = self._indices(
             [item.start + len(item.token_ids) for item in items]
         )
@@ -233,6 +223,35 @@ class PromptRunner:
         pending.finished = [part for part in parts if part.item.is_last]
         pending.features = features if pending.finished else None
         return pending
+
+    def forward(self, items: Sequence[PrefillItem]) -> Passed:
+        """The target's pass over chunks: it reads and leaves states, keys and values, and rows of
+        journals, and nothing is sampled."""
+        model, table = self.step.model, self.step.table
+        for item in items:
+            self._admit(item)
+        self.journals.begin(items)
+        items = [_continued(item) for item in items]
+        parts = prefill_parts(items)
+        tokens = self._indices([token for item in items for token in item.token_ids])
+        inner = self.step.backend.prefill_context(
+            parts, self.pool, self.step.kv, table.kv_slots, model.config.recurrence
+        )
+        places = self.journals.places(parts)
+        ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
+        state_slots = self._indices([item.state_slot for item in items])
+        before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
+        if self.step.adapters.any([item.slot for item in items]):
+            rows = [(part.item.slot, part.length) for part in parts]
+            slots, lengths = self._indices(list(zip(*rows)))
+            with self.step.adapters.over(slots, lengths):
+                features = model(tokens, ctx)
+        else:
+            features = model(tokens, ctx)
+        self._keep_features(parts, features)
+        if places is not None:
+            self.journals.write_features(places, features)
+        return Passed(parts, tokens, features, before)
 
     def finish(self, pending: PendingPrefill) -> None:
         """Sample the first tokens of the prompts that have ended in a step."""

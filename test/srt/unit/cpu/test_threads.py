@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mamba_eagle.cpu import threads
+from mamba_eagle.devices import choose_backend
 from mamba_eagle.machine_code import numba, prange
 from mamba_eagle.runner.threads import default_threads, usable_cores
 
@@ -112,3 +113,16 @@ def test_cores_are_counted_once_and_within_the_containers_share(
     for text, expected in (("max 100000\n", 4), ("250000 100000\n", 3), ("10000 100000\n", 1)):
         quota.write_text(text)
         assert usable_cores(tmp_path, quota) == expected
+
+
+def test_a_row_has_the_same_log_probabilities_alone(counts) -> None:
+    """torch adds up a long row alone in parts, one per thread, and rows side by side whole."""
+    torch.set_num_threads(4)
+    backend = choose_backend(torch.device("cpu"), torch.float32)
+    logits = 3 * torch.randn(60, 1 << 17, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(60)[:, None]
+    together = backend.token_logprobs(logits, tokens, 2)
+    for i in range(60):
+        alone = backend.token_logprobs(logits[i : i + 1], tokens[i : i + 1], 2)
+        for part, parts in zip(alone, together, strict=True):
+            assert torch.equal(part, parts[i : i + 1])
