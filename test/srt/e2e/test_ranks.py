@@ -123,6 +123,8 @@ def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
         with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
+                while httpx.get(f"{server.base_url}/get_load").json()[0]["num_reqs"] < 2:
+                    pass  # one that comes later is refused
                 os.kill(pids["runner1"], signal.SIGKILL)
                 break
         reply = open_request.result(PATIENCE)
@@ -159,6 +161,8 @@ def test_a_lost_node_ends_the_server(nodes: RunningServer) -> None:
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
         with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
+                while httpx.get(f"{server.base_url}/get_load").json()[0]["num_reqs"] < 2:
+                    pass  # one that comes later is refused
                 os.kill(far["actor"], signal.SIGKILL)
                 break
         reply = open_request.result(PATIENCE)
