@@ -10,7 +10,6 @@ import os
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.devices import inexact_problems
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
@@ -69,9 +68,7 @@ def assemble(
         wrong.append("--enable-return-routed-experts: needs experts, and --pp-size 1: leave it out")
     if wrong:
         raise ConfigError(wrong)
-    backend = backend_for(config, whole.dtype, ranks.number)
-    if config.exact and (wrong := inexact_problems(backend, whole)):
-        raise ConfigError(wrong)
+    backend = backend_for(config, whole, ranks.number)
     source = draft_source_for(config, whole, group.shard, backend)
     split = split_of(whole, group.shard, stages.size, backend.dtype)
     own = _own_part(config, whole, split, source, backend, ranks)

@@ -13,6 +13,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.devices import (
     choose_backend,
+    inexact_problems,
     quantization_problems,
     rank_device,
     reason,
@@ -37,15 +38,18 @@ log = logging.getLogger("mamba_eagle.runner")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def backend_for(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backend:
+def backend_for(config: EngineConfig, model: ModelConfig, rank: int) -> Backend:
     """What runs on this rank's device.
 
     Raises: ConfigError if the device is missing, or cannot do what the settings ask for.
     """
     device = rank_device(config, rank)
-    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
+    dtype = resolve_dtype(config.dtype, model.dtype, device)
     backend = choose_backend(device, dtype, config.cpu_prompt_dtype, config.exact)
-    if problems := quantization_problems(config.quantizations, backend):
+    problems = quantization_problems(config.quantizations, backend)
+    if config.exact:
+        problems += inexact_problems(backend, model)
+    if problems:
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))
     return backend
