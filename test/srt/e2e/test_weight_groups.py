@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -48,8 +49,9 @@ class Trainer:
         """Broadcasts these; what the engine is to be told of them."""
         assert self.process.stdin is not None
         lines = [" ".join(names)] if flat else names
-        self.process.stdin.write("".join(f"{line}\n" for line in lines))
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # a trainer whose group has ended may end, too
+            self.process.stdin.write("".join(f"{line}\n" for line in lines))
+            self.process.stdin.flush()
         sent = [self.weights[name] for name in names]
         return {
             "names": list(names),
@@ -60,7 +62,8 @@ class Trainer:
 
     def end(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
 

@@ -256,13 +256,14 @@ class Launch(ABC):
                 return
 
     async def _give_up(self, problem: str) -> None:
-        """Fails the probes, writes where the processes hang, and ends the server."""
+        """Fails probes and requests, writes where the processes hang, and ends the server."""
         self.lifetime.failure = problem
         log.error("%s: the server ends", problem)
+        # first, since a process may crash while it writes its stacks, and that is not the reason
+        self.manager.fail(problem, Failure.INTERNAL)
         self.nodes.write_stacks()
         for child in self.children:
             log.error("stacks of the %s process (pid %d):", child.role, child.pid)
             child.dump_stacks()
             await asyncio.sleep(STACKS_SECONDS)
-        self.manager.fail(problem, Failure.INTERNAL)
         self.end(Ending(1, problem))
