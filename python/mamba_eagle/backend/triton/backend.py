@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaS
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
-from mamba_eagle.backend.triton.prefill import TritonPrefillContext
+from mamba_eagle.backend.triton.prefill import PlannedPrefill, TritonPrefillContext
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.best_token import triton as best_token
@@ -53,7 +54,8 @@ from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 
 MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
-SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
+Scheme: TypeAlias = type[TritonDeferred] | type[TritonSnapshot]
+SCHEMES: dict[str, Scheme] = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
 
 
 class TritonStochastic(Stochastic):
@@ -68,6 +70,9 @@ class TritonBackend(Backend):
     snapshots of delta rules, their prompts without fla-core, and for more than MAX_TOP lanes."""
 
     name = "triton"
+    # for Mamba2
+    schemes = SCHEMES
+    prompts: type[PlannedPrefill] = TritonPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
         super().__init__(place, dtype, FlashInferOps() if flashinfer else TritonOps())
@@ -122,7 +127,7 @@ class TritonBackend(Backend):
             return TritonDelta(config, size, table, pool)
         if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
-        return SCHEMES[mode](config, size, table, pool)
+        return self.schemes[mode](config, size, table, pool)
 
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         return state_rounding(mode, dtype, table.seed, TritonStochastic)
@@ -146,7 +151,7 @@ class TritonBackend(Backend):
         if delta_supported(recurrence):
             scan = TorchScan() if recurrence.channel_decay else self._delta_scan
             return DeltaPrefillContext(*given, scan)
-        return TritonPrefillContext(*given)
+        return self.prompts(*given)
 
     @cached_property
     def _delta_scan(self) -> DeltaScan:

@@ -13,20 +13,23 @@ from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.prefill import PrefillPart
 from mamba_eagle.backend.token_ops import TokenLogprobs
-from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
 from mamba_eagle.backend.triton.exact_products import ExactOps
+from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import Mamba2Config, ModelConfig, RecurrenceConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class ExactBackend(TritonBackend):
     """For models whose recurrent layers are Mamba2's, with states in float32."""
+
+    schemes: dict[str, Scheme] = {"deferred": ExactRows}
+    prompts = ExactPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype) -> None:
         super().__init__(place, dtype, flashinfer=False)
@@ -37,10 +40,10 @@ class ExactBackend(TritonBackend):
         return f"{super().description}, the same bits however a token is served"
 
     def inexact(self, model: ModelConfig) -> list[str]:
+        recurrence = model.recurrence
         wrong = {
-            "recurrent layers that are not Mamba2's": not isinstance(
-                model.recurrence, Mamba2Config | None
-            ),
+            "recurrent layers that are not Mamba2's, or of odd sizes": recurrence is not None
+            and not sizes_supported(recurrence),
             "latent attention": model.attention is not None and model.attention.latent is not None,
             "experts in groups": model.moe is not None and model.moe.num_groups > 1,
         }
@@ -60,31 +63,6 @@ class ExactBackend(TritonBackend):
         if not pool.num_layers:
             return None
         return ExactPrompts(pool, slot_table, [part.span for part in parts], self.place)
-
-    def state_scheme(
-        self,
-        mode: str,
-        config: RecurrenceConfig | None,
-        size: SchemeSize,
-        table: RequestTable,
-        pool: StatePool,
-    ) -> StateScheme:
-        if not isinstance(config, Mamba2Config):
-            return super().state_scheme(mode, config, size, table, pool)
-        return ExactRows(config, size, table, pool)
-
-    def prefill_context(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        kv: KVPool,
-        slot_table: Tensor,
-        recurrence: RecurrenceConfig | None,
-    ) -> PrefillContext:
-        if not isinstance(recurrence, Mamba2Config):
-            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        attention = self.prompt_attention(kv, slot_table, parts)
-        return ExactPrefillContext(parts, pool, attention, self.place)
 
     def saved_journals(
         self,

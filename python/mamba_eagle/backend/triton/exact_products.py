@@ -13,7 +13,12 @@ from torch import Tensor
 
 from mamba_eagle.backend.triton.experts import fuse_experts
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.backend.triton.products import FEW_TOKENS, Float8Product, SixteenBitProduct
+from mamba_eagle.backend.triton.products import (
+    FEW_TOKENS,
+    SIXTEEN_BITS,
+    Float8Product,
+    SixteenBitProduct,
+)
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.linear import triton as sixteen_bit
@@ -84,6 +89,8 @@ class ExactOps(TritonOps):
         self.tried: dict[tuple[object, ...], bool] = {}
 
     def pack_linear(self, weight: Tensor) -> Product | None:
+        if weight.dtype not in SIXTEEN_BITS:  # some of a drafter's, which only guesses
+            return None
         kind = (*weight.shape, weight.dtype)
         if kind not in self.tried:
             self.tried[kind] = library_agrees(weight)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.triton.products import SIXTEEN_BITS
 from mamba_eagle.kernels.experts import triton as kernels
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
@@ -22,7 +23,6 @@ from mamba_eagle.layers.products import ExpertLayer, GroupedLinear
 from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, same_rounding
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MAX_TILES = 1024  # tokens; for more, libraries multiply 16 bits faster
 # Up to this many tokens shared experts are two more of the routed ones' launches; beyond, reading
 # their weights again for each tile of tokens takes longer than three launches.
@@ -108,9 +108,7 @@ def fuse_experts(
         return None
     if capability(stacks[0].weight.device) < TENSOR_CORES:
         return None
-    made = FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped)
-    made.exact = exact
-    return made
+    return FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped, exact)
 
 
 class FusedExperts(ExpertLayer):
@@ -125,14 +123,17 @@ class FusedExperts(ExpertLayer):
         held: Span | None,
         dtype: torch.dtype,
         grouped: GroupedLinear,
+        exact: bool,
     ) -> None:
         self.up, self.down, self.act, self.dtype, self.grouped = up, down, act, dtype, grouped
         self.held, self.count = held is not None, len(up.weight)
         self.first = 0 if held is None else held.begin
         self.shared = 0
         self.float8 = up.rounding is not None or down.rounding is not None
-        self.library = dtype == torch.bfloat16 and not self.float8
-        self.exact = False  # see fuse_experts
+        self.library = dtype == torch.bfloat16 and not self.float8 and not exact
+        few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
+        self.forms = tiles if exact else [few, *tiles]
+        self.max_shared = 0 if exact else MAX_SHARED
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
@@ -154,18 +155,16 @@ class FusedExperts(ExpertLayer):
         n = len(x)
         if routes.experts.dtype != torch.int32:
             routes = Routes(routes.experts.int(), routes.weights)
-        inside = self.shared if beside is not None and n <= MAX_SHARED and not self.exact else 0
+        inside = self.shared if beside is not None and n <= self.max_shared else 0
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
-        if n > MAX_TILES and self.library and not self.exact:
+        if n > MAX_TILES and self.library:
             return self._many(x, pairs, added, share)
         each = self._each(x, pairs)
         return kernels.weighted_sum(each, pairs, self.count, added, share=share)
 
     def _config(self, n: int) -> tuple[Config, Config]:
-        few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
-        fits = n <= few.tokens and not self.exact
-        sizes = few if fits else next(each for each in tiles if n <= each.tokens)
+        sizes = next(each for each in self.forms if n <= each.tokens)
         up, down = sizes.up, sizes.down
         if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
             up = down = TILES[0].up

@@ -8,6 +8,7 @@ from torch import Tensor
 from mamba_eagle.backend.torch.layer_ops import CudaOps
 from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
 from mamba_eagle.backend.triton.products import (
+    SIXTEEN_BITS,
     Float8Product,
     FourBitProduct,
     SixteenBitProduct,
@@ -116,8 +117,11 @@ class TritonOps(CudaOps):
         device = next(iter(matrix.tensors().values())).device
         if isinstance(matrix, Float8Matrix) and multiplies(matrix, device):
             return Float8Product(matrix, dtype)
-        sixteen = dtype in (torch.bfloat16, torch.float16)
-        if isinstance(matrix, FourBitMatrix) and sixteen and multiplies(matrix, device):
+        if (
+            isinstance(matrix, FourBitMatrix)
+            and dtype in SIXTEEN_BITS
+            and multiplies(matrix, device)
+        ):
             return FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
 

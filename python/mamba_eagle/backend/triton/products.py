@@ -16,6 +16,7 @@ from mamba_eagle.layers.products import MatrixProduct, PackedProduct, WritingPro
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
 MULTIPLE = 16  # rows and columns of a float8 product
@@ -28,8 +29,6 @@ FEW_TOKENS = 64
 FEW_TOKENS_OF_SHORT = 32
 MANY_ROWS = 20_000
 MAX_SCALED_AFTER = 128
-
-
 # A weight of so few rows has too few programs, so cuBLAS divides its columns.
 FEW_ROWS = 2048
 
@@ -56,8 +55,8 @@ class SixteenBitProduct(WritingProduct):
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Whether the kernel reads the weight [out, in], and is the faster one."""
-        sixteen = weight.dtype in (torch.bfloat16, torch.float16)
-        return sixteen and weight.shape[1] % MULTIPLE == 0 and len(weight) >= FEW_ROWS
+        aligned = weight.shape[1] % MULTIPLE == 0
+        return weight.dtype in SIXTEEN_BITS and aligned and len(weight) >= FEW_ROWS
 
 
 def multiplies(matrix: Matrix, device: torch.device) -> bool:
