@@ -214,8 +214,11 @@ class LayerOps:
         Experts."""
         return None
 
-    def pack_router(self, weight: Tensor, choice: Choice) -> FusedRouter | None:
-        """Routes by the router's weight [E, size]; None as above."""
+    def pack_router(
+        self, weight: Tensor, choice: Choice, beside: Tensor | None = None
+    ) -> FusedRouter | None:
+        """Routes by the router's weight [E, size]; None as above. beside: [1, size], whose product
+        is ``Routes.share``."""
         return None
 
     def pack_linear(self, weight: Tensor) -> Product | None:

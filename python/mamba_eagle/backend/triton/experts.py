@@ -54,13 +54,13 @@ TILES_FLOAT8 = [
 ]
 
 
-def pack_router(weight: Tensor, choice: Choice) -> FusedRouter | None:
-    """None if the kernel does not choose so."""
+def pack_router(weight: Tensor, choice: Choice, beside: Tensor | None = None) -> FusedRouter | None:
+    """None if the kernel does not choose so; as in LayerOps."""
     if weight.dtype not in SIXTEEN_BITS or choice.num_groups > 1:
         return None
     if capability(weight.device) < TENSOR_CORES:
         return None
-    return lambda hidden, ids: route(hidden, weight, choice, ids)
+    return lambda hidden, ids: route(hidden, weight, choice, ids, beside)
 
 
 def stack_of(matrix: Tensor | Matrix) -> Stack | None:
@@ -154,7 +154,7 @@ class FusedExperts(ExpertLayer):
     ) -> Tensor:
         n = len(x)
         if routes.experts.dtype != torch.int32:
-            routes = Routes(routes.experts.int(), routes.weights)
+            routes = routes._replace(experts=routes.experts.int())
         inside = self.shared if beside is not None and n <= self.max_shared else 0
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
