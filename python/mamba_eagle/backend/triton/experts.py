@@ -47,8 +47,8 @@ TILES = [
     Sizes(2**31, *[Config(128, 128, 64, 8, 4)] * 2),
 ]
 TILES_FLOAT8 = [
-    Sizes(32, *[Config(64, 16, 128, 4, 4)] * 2),
-    Sizes(256, *[Config(64, 32, 128, 4, 4)] * 2),
+    Sizes(32, Config(64, 16, 128, 4, 4), Config(64, 16, 256, 4, 2)),
+    Sizes(256, Config(64, 32, 128, 4, 4), Config(64, 32, 256, 4, 2)),
     Sizes(MAX_TILES, *[Config(64, 64, 128, 4, 4)] * 2),
     Sizes(2**31, *[Config(128, 128, 128, 8, 4)] * 2),
 ]
@@ -169,7 +169,10 @@ class FusedExperts(ExpertLayer):
         if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
             up = down = TILES[0].up
         if self.act == SILU_GATE and up.tokens:  # two matrices at once
-            up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
+            if not self.float8:
+                up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
+            elif not self.up.block:  # fewer than 128 bytes of a row take longer
+                up = up._replace(stages=up.stages - 1)
         return up, down
 
     def _each(self, x: Tensor, pairs: Pairs) -> Tensor:
