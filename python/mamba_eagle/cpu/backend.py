@@ -190,7 +190,7 @@ class CpuBackend(Backend):
         scheme: StateScheme,
         adapted: bool,
     ) -> StepProgram | None:
-        if not isinstance(scheme, CpuDeferred):
+        if not isinstance(scheme, CpuDeferred) or not scheme.has_journal:
             return None
         return target_program(target, kv, table, scheme, adapted)
 

@@ -24,7 +24,7 @@ from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
-from mamba_eagle.cpu.weights import Mixer
+from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
@@ -222,8 +222,8 @@ class Builder(Calls):
     def recurrence(self, call: Call, mixer: Mixer, columns: Columns | None) -> None:
         """columns: None of a fold, which reads none."""
         c, own = mixer.config, call.block
-        weights: cpu.LayerWeights = self.scheme.weights_of(mixer)
-        buffers: cpu.Buffers = self.scheme.buffers_of(mixer)
+        weights = layer_weights(mixer)
+        buffers: cpu.Buffers = self.scheme.buffers_of(mixer.index)
         conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
         call.keep(conv=conv, heads=heads, **buffers._asdict())
         requests, rows, _ = buffers.xB.shape
