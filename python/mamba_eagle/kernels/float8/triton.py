@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
-from mamba_eagle.kernels.gpu import overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
@@ -132,6 +132,7 @@ class Config(NamedTuple):
     splits: int  # shares of the columns
     warps: int
     stages: int  # iterations in flight
+    ahead: int = 0  # as in kernels/linear
 
 
 @triton.jit
@@ -167,6 +168,7 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -177,6 +179,8 @@ def _product_kernel(
     rows = weight + row.to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[:, None] * columns
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    known = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
+    fetch_ahead(known, split * share * COLUMNS, columns, AHEAD)
     previous_done(OVERLAP)
     for step in tl.range(0, share, num_stages=STAGES):
         at = column + step * COLUMNS
@@ -304,6 +308,7 @@ def product(
         COLUMNS=config.columns,
         SPLIT=splits > 1,
         STAGES=config.stages,
+        AHEAD=config.ahead if launches_overlap(device) else 0,
         num_warps=config.warps,
         **overlapping(device),
     )
