@@ -36,7 +36,7 @@ class SegmentedAdditions(Additions):
     """A program multiplies the rows that have its slot, and reads nothing of slots that no row
     has, nor of ranks beyond the adapter's."""
 
-    sizes = (16, 32, 64, 513)
+    sizes = (16, 32, 64, 65, 513)  # as choose_config and the chunks of inputs tell them apart
 
     def __init__(
         self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
