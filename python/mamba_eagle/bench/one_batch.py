@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mamba_eagle.bench import experts, facts, results
+from mamba_eagle.bench.adapters import DummyAdapters
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.bench.report import (
     Speed,
@@ -84,6 +85,10 @@ class Sweep:
         runner = make_runner(config)
         self._introduce(runner)
         engine = BatchEngine(config, runner)
+        if args.dummy_adapters:
+            assert isinstance(runner, ModelRunner), "one device"
+            dummies = DummyAdapters(args.dummy_adapters, runner.adapters)
+            engine = BatchEngine(config, runner, dummies.load)
         sizes = itertools.product(args.batch_size, args.input_len, args.output_len)
         return [self._measure_batch(engine, *size) for size in sizes]
 

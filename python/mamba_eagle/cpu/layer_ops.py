@@ -1,6 +1,6 @@
 """Layer operations on a CPU in float32: fused norms, and products with one copy of each weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
 from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multiplies
 from mamba_eagle.cpu.vector_math import sigmoid
-from mamba_eagle.layers.adapters import AdapterSize, Addition
+from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions
 from mamba_eagle.layers.ops import LayerOps, Normed, Product
 from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
@@ -87,10 +87,10 @@ class CpuOps(LayerOps):
     def pack_linear(self, weight: Tensor) -> Product | None:
         return self._product(weight)
 
-    def addition(
-        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
-    ) -> Addition:
-        return CpuAddition(size, first)
+    def additions(
+        self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
+    ) -> Additions:
+        return SeparateAdditions([CpuAddition(size) for size in sizes])
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()
