@@ -82,6 +82,7 @@ class Sweep:
         args = self.args
         longest = max(args.input_len) + max(args.output_len)
         config = sized_for(self.config, max(args.batch_size), longest)
+        config = dataclasses.replace(config, speculative_adaptive=False)  # every step has one shape
         runner = make_runner(config)
         self._introduce(runner)
         engine = BatchEngine(config, runner)
