@@ -24,7 +24,7 @@ class PartSlots(MatrixSlots):
     def put(self, slot: int, down: Tensor, up: Tensor) -> None:
         rank = len(down)
         self.down[slot, :rank].copy_(down)
-        self.up[slot, :rank].copy_(up.t())
+        self.up[slot, :rank].copy_(up.to(self.up.device).t())  # the host would turn it slowly
         self.ranks[slot] = rank
 
     @property
