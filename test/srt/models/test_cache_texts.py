@@ -1,7 +1,7 @@
 """Random requests that share, edit and continue each other's texts, on engines with small budgets,
 aborts and stops: every text is that of an engine that has neither cache nor drafts. Half of the
 engines have lower tiers of the cache as well, and start again with what is on disk, some of it
-damaged.
+damaged, on one rank or two.
 
 MAMBA_EAGLE_CHAOS_SCALE multiplies the cases, MAMBA_EAGLE_CHAOS_SEED makes others of them.
 """
@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_rig import runner_of
 from peer_models import PEERS, make_peer
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
-from mamba_eagle.message import Generate, RequestOutput
+from mamba_eagle.message import CacheHints, Generate, RequestOutput
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.assemble import assemble
 
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
 SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))
@@ -37,6 +37,8 @@ MAX_PROMPT = 320
 # at SCALE 1 a few families, one mode each
 CHOSEN = [(name, mode) for name in PEERS for mode in ("deferred", "snapshot")]
 CHOSEN = CHOSEN if SCALE > 1 else CHOSEN[::9]
+WAYS = [(1, 1), (2, 1), (1, 2)]  # TP x PP of engines that follow each other in one folder
+ENGINES = 2 if SCALE == 1 else 4
 COUNTS: Counter[str] = Counter()
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300 * SCALE)]
@@ -51,7 +53,7 @@ def peer(name: str, folder: Path) -> Path:
 def engine_of(model: Path, **settings: Any) -> OfflineEngine:
     values = {"device": "cpu", "max_total_tokens": 1500, "speculative_algorithm": "NONE"}
     config = resolve(EngineConfig(model_path=str(model), **{**values, **settings}))
-    engine = OfflineEngine(config, assemble(config))
+    engine = OfflineEngine(config, runner_of(config))
     for passage in engine.scheduler.tiers.passages:
         passage.min_gain = 1  # prompts are short here
     return engine
@@ -128,7 +130,8 @@ class Session:
             ignore_eos=True,
         )
         self.asked[rid], self.got[rid] = (self.prompt(), sampling), []
-        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling)
+        hints = CacheHints(salt=rng.choice(["", "", "", "a", "b"]))
+        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling, cache=hints)
         self.take(self.engine.add(message))
         for _ in range(rng.choice([0, 1, 3, 40])):
             if not self.engine.idle:
@@ -190,8 +193,10 @@ def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) 
         if rng.random() < 0.7:
             settings |= {"cache_dir": folder, "disk_cache_gb": rng.choice([0.02, 0.2])}
         texts: list[list[int]] = []
-        for _ in range(2):
-            run_once(model, rng, reference, settings, texts)
+        for tp_size, pp_size in rng.choices(WAYS, k=ENGINES):
+            ways = {"tp_size": tp_size, "pp_size": pp_size}
+            run_once(model, rng, reference, {**settings, **ways}, texts)
+            COUNTS[f"engines of {tp_size} x {pp_size} ranks"] += 1
             if "cache_dir" in settings and rng.random() < 0.3:
                 damage(Path(folder), rng)
 
