@@ -3,6 +3,8 @@ written any others read, and whatever breaks on one rank costs hits alone."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +201,31 @@ def test_a_flipped_bit_costs_all_ranks_the_hit(
     found = server.serve(PROMPT, HOW)
     assert found == case.expected and found.cached == 0 and lost(server, "disk") == 1
     server.runner.retire()
+
+
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
+def test_a_full_disk_costs_all_ranks_what_was_being_written(
+    way: tuple[int, int], served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = served("mamba")
+    server = case.on_disk(tmp_path, *way)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert server.serve(PROMPT, HOW) == case.expected
+        settle(server)
+    assert lost(server, "disk") > 0 and server.serve(PROMPT, HOW) == case.expected
+    later = random_prompt(100, seed=8)
+    server.serve(later, HOW)
+    settle(server)
+    server.runner.retire()
+    other = case.on_disk(tmp_path)
+    assert other.serve(later, HOW) == case.alone.serve(later, HOW)
+    assert other.engine.scheduler.cache_use().loaded_tokens["disk"] == len(later) - 1
+    other.runner.retire()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
