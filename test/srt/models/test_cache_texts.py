@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import CacheHints, Generate, RequestOutput
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.parallel import shard, stages
 from mamba_eagle.resolve import resolve
 
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
@@ -62,9 +64,16 @@ def engine_of(model: Path, **settings: Any) -> OfflineEngine:
 class Reference:
     """Texts of an engine without cache and drafts, one request at a time."""
 
-    def __init__(self, model: Path) -> None:
-        self.engine = engine_of(model, disable_radix_cache=True, max_running_requests=1)
+    def __init__(self, model: Path, tp_size: int = 1) -> None:
+        alone = {"disable_radix_cache": True, "max_running_requests": 1}
+        self.model, self.engine = model, engine_of(model, tp_size=tp_size, **alone)
         self.known: dict[tuple[int, ...], list[int]] = {}
+
+    @cached_property
+    def of_two(self) -> Reference:
+        """Of two ranks, whose sums round otherwise: near-ties, of experts most of all, may fall
+        the other way."""
+        return Reference(self.model, tp_size=2)
 
     def text(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         key = (sampling.seed, int(sampling.temperature), *prompt)
@@ -152,10 +161,14 @@ class Session:
         for rid, (prompt, sampling) in self.asked.items():
             wanted, finish = self.reference.text(prompt, sampling), self.ended[rid].finish
             assert finish is not None
+            got = self.got[rid]
+            if got != wanted[: len(got)]:  # perhaps another of two nearly equal tokens
+                wanted = self.reference.of_two.text(prompt, sampling)
+                COUNTS["near-ties"] += 1
             if finish.kind == "abort" or rid in self.stopped:
-                assert self.got[rid] == wanted[: len(self.got[rid])], rid
+                assert got == wanted[: len(got)], rid
             else:
-                assert self.got[rid] == wanted, rid
+                assert got == wanted, rid
 
 
 def settings_of(rng: random.Random) -> dict[str, Any]:
@@ -184,6 +197,11 @@ def damage(folder: Path, rng: random.Random) -> None:
     os.truncate(log, rng.randint(0, log.stat().st_size))
 
 
+def split_problems(model: Path, tp_size: int, pp_size: int) -> list[str]:
+    config = read_model_config(str(model))
+    return shard.problems(config, tp_size) + stages.size_problems(config, pp_size)
+
+
 def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) -> None:
     settings = {**settings_of(rng), **settings}
     if rng.random() < 0.5:
@@ -193,9 +211,10 @@ def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) 
         if rng.random() < 0.7:
             settings |= {"cache_dir": folder, "disk_cache_gb": rng.choice([0.02, 0.2])}
         texts: list[list[int]] = []
-        for tp_size, pp_size in rng.choices(WAYS, k=ENGINES):
-            ways = {"tp_size": tp_size, "pp_size": pp_size}
-            run_once(model, rng, reference, {**settings, **ways}, texts)
+        ways = [way for way in WAYS if not split_problems(model, *way)]
+        for tp_size, pp_size in rng.choices(ways, k=ENGINES):
+            ranks = {"tp_size": tp_size, "pp_size": pp_size}
+            run_once(model, rng, reference, {**settings, **ranks}, texts)
             COUNTS[f"engines of {tp_size} x {pp_size} ranks"] += 1
             if "cache_dir" in settings and rng.random() < 0.3:
                 damage(Path(folder), rng)
@@ -234,6 +253,7 @@ def run_once(
     engine.runner.retire()
     scheduler = session.engine.scheduler
     COUNTS["requests"] += CASES
+    COUNTS["hits"] += sum(output.cached_tokens > 0 for output in session.ended.values())
     COUNTS["journal hits"] += scheduler.cache_use().hits["journal"]
     for tier, tokens in scheduler.cache_use().loaded_tokens.items():
         COUNTS[f"tokens from {tier}"] += tokens
@@ -280,3 +300,4 @@ def test_the_cases_use_what_they_are_about() -> None:
     """After the tests above, if they have run."""
     print(dict(COUNTS))
     assert COUNTS["journal hits"] >= COUNTS["requests"] // 100
+    assert COUNTS["near-ties"] <= COUNTS["requests"] // 200
