@@ -59,6 +59,10 @@ class Draft:
         """Two different elements of a sequence."""
         return self._rng.sample(options, 2)
 
+    def order(self, count: int) -> list[int]:
+        """0 to ``count`` - 1 in a random order."""
+        return self._rng.sample(range(count), count)
+
     def chance(self, probability: float) -> bool:
         return self._rng.random() < probability
 
