@@ -1,9 +1,8 @@
 """Training sequences: problems and chats, tokenized and packed by worker processes.
 
 A document is a chat, or one problem, or several joined by blank lines as a few-shot prompt is. It
-ends with ``</s>``. A sequence begins at the start of a document, is filled with whole documents and cuts the
-last one: so every sequence shows the model a question at position 0, as a request without examples
-does, or a tool.
+ends with ``</s>``. A sequence begins at the start of a document, is filled with whole documents and
+cuts the last one: so every sequence shows the model at position 0 what a request begins with.
 
 Block ``i`` of the stream depends on the seed and ``i`` only, not on the number of workers.
 """
