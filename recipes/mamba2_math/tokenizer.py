@@ -37,7 +37,8 @@ CHAT_TEMPLATE = """\
 {%- set content = message.content or '' -%}
 {%- if message.role == 'assistant' -%}
 {{ 'Answer:' if loop.first else '\\nAnswer:' }}
-{%- if content -%}{{ '' if content[0] in '{[' else ' ' }}{{ content }}{%- endif -%}
+{%- set said = content | trim -%}
+{%- if said -%}{{ '' if said[0] in '{[' else ' ' }}{{ said }}{%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {%- set name, arguments = call.function.name, call.function.arguments -%}
 {{ '<tool_call>\\n{"name": ' }}{{ name | tojson }}{{ ', "arguments": ' }}{{ arguments | tojson }}
