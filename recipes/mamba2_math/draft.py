@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mamba2_math import words
 
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
@@ -97,7 +97,7 @@ class Draft:
         operation ("$@" for one in dollars), and returns its result."""
         if op == "/" and left % right:
             raise ValueError(f"{left} / {right} is not exact in {text!r}")
-        value = _OPERATIONS[op](left, right)
+        value = OPERATIONS[op](left, right)
         if value < 0:
             raise ValueError(f"{left} {op} {right} is negative in {text!r}")
         if type(text) is not str:

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from mamba2_math.problems import held_out, stream
 from mamba2_math.skills.chat import READ, SKIPPED, WRITTEN
 from mamba2_math.training_context import TrainingContext
 from mamba_eagle.embedded import EMBEDDED_MODEL
+from mamba_eagle.layers.block import Block
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.initial_weights import initialize
@@ -59,10 +60,8 @@ def language_loss(model: NemotronHForCausalLM, tokens: Tensor, weights: Tensor) 
     return (loss * weight).sum() / weight.sum()
 
 
-def compiled(function: Callable, enabled: bool) -> Callable:
+def compiled(function: Callable) -> Callable:
     """``torch.compile(function)``, or the function itself where compiling fails."""
-    if not enabled:
-        return function
     fast, chosen = torch.compile(function, dynamic=False), None
 
     def call(*args):
@@ -78,6 +77,20 @@ def compiled(function: Callable, enabled: bool) -> Callable:
         return chosen(*args)
 
     return call
+
+
+def compile_layers(model: NemotronHForCausalLM) -> None:
+    """For passes with gradients. Each kind of layer is compiled once, however many there are; the
+    model as a whole takes 86 s."""
+    fast = compiled(Block.forward)
+
+    def run_layers(layers: Sequence, hidden: Tensor, embedded: Tensor, ctx: Any) -> Tensor:
+        step = fast if torch.is_grad_enabled() else Block.forward
+        for layer in layers:
+            hidden = step(layer, hidden, ctx)
+        return hidden
+
+    model.run_layers = run_layers
 
 
 def validation_problems(seed: int, count: int) -> list[Problem]:
@@ -117,14 +130,15 @@ def _train(
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
     print(f"{count / 1e6:.2f} M parameters, {name}, {args.workers} data workers", flush=True)
 
-    loss_function = compiled(language_loss, args.compile)
+    if args.compile:
+        compile_layers(model)
     encoder = ProblemEncoder(args.tokenizer)
     problems = validation_problems(0, args.eval_count)
     loop.run(
         args,
         model,
         data,
-        compute_loss=lambda: loss_function(model, *to_device(data.batch(args.batch_rows), device)),
+        compute_loss=lambda: language_loss(model, *to_device(data.batch(args.batch_rows), device)),
         evaluate=lambda: evaluate(model, encoder, problems),
         save=lambda: save_model(model, args.output, args.tokenizer, config),
     )

@@ -65,6 +65,9 @@ def stream(seed: int) -> Iterator[Chat]:
     names = list(SKILLS)
     while True:
         (skill,) = rng.choices(names, SHARES)
-        chat = rng.choice(_make(skill, rng, source).turns())
+        try:
+            chat = rng.choice(_make(skill, rng, source).turns())
+        except (ArithmeticError, ValueError):
+            continue  # numbers that do not work out: draw again
         if chat.key not in kept:
             yield chat

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from mamba2_math.draft import Draft, Problem
+from mamba2_math.draft import OPERATIONS, Draft, Problem
 from mamba2_math.skills.chat import Chat, assistant, user
 
 RESULT = re.compile(r"= (\$?)<<[^>]*>>(\d+)")
@@ -94,7 +94,7 @@ class Talk:
         self.messages += [user(start + question), assistant(answer)]
 
     def compute(self, question: str, left: int, op: str, right: int) -> None:
-        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[op]
+        value = OPERATIONS[op](left, right)
         line = f"It is {left} {op} {right} = {self.sign}<<{left}{op}{right}={value}>>{value}."
         self.steps, self.result = [line], value
         self.say(question, f"{line}\n#### {value}")
