@@ -240,14 +240,12 @@ def add_(
         slots: [n] int64, below 0: none.
         early: the kernel launched before this one did not write x or slots.
     """
-    (n, columns), device = x.shape, x.device
-    count, parts, rank, _ = adapters.down.shape
+    (n, columns), (count, parts, rank, _), device = x.shape, adapters.down.shape, x.device
     config = config or choose_config(n, count)
-    chunks = triton.cdiv(columns, config.chunk)
+    chunks, rows = triton.cdiv(columns, config.chunk), triton.cdiv(n, config.tokens)
     share = config.share or chunks
     splits = triton.cdiv(chunks, share)
     small = torch.empty(splits, n, parts * rank, dtype=torch.float32, device=device)
-    rows = triton.cdiv(n, config.tokens)
     common = {"PARTS": parts, "RANK": rank, "RANKS": RANKS, "TOKENS": config.tokens,
               "PRECISION": "ieee", "num_warps": config.warps, **overlapping(device)}  # fmt: skip
     _shrink_kernel[(splits * parts * (rank // RANKS), rows, config.groups)](
