@@ -32,7 +32,7 @@ def rounded_head(parts: DraftParts) -> Linear | None:
         return _prepared(
             parts, lambda begin, rows: int8_groups(stored.narrow(-2, begin, rows).dequantize())
         )
-    if stored is None and in_float8(target) and parts.backend.place.device.type == "cuda":
+    if stored is None and in_float8(target) and not parts.backend.place.on_host:
         weight = head.weight.detach()
         return _prepared(parts, lambda begin, rows: quantized(weight.narrow(-2, begin, rows)))
     return None

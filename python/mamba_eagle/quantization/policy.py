@@ -9,7 +9,7 @@ from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
 from mamba_eagle.quantization.nvfp4 import nvfp4_groups
 
 HEAD = "lm_head.weight"
-MULTIPLE = 16  # rows and columns of a float8 product, and of NVFP4's groups
+MULTIPLE = 16  # columns of a float8 product, and of NVFP4's groups
 
 
 class Policy(NamedTuple):
@@ -37,7 +37,7 @@ class Policy(NamedTuple):
         """Of a weight [..., out, in] that is stored in 16 or 32 bits; None: it keeps them."""
         (rows, columns), head = weight.shape[-2:], name == HEAD and not self.lm_head
         if self.mode in ("fp8", "nvfp4"):
-            misfit = rows % MULTIPLE or columns % MULTIPLE
+            misfit = rows == 1 or columns % MULTIPLE  # a single row takes longer in few bits
             return None if misfit or head else 8 if self.mode == "fp8" else 4
         if self.mode not in ("int8", "int4") or columns % GROUP:
             return None
