@@ -11,7 +11,7 @@ from thread_ranks import RunnerRanks
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate, RequestOutput
+from mamba_eagle.message import ExportPrefix, Generate, ImportPrefix, PrefixMoved, RequestOutput
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.assemble import assemble
 
@@ -74,3 +74,13 @@ class Sequential:
 
     def hits(self, kind: str) -> int:
         return self.engine.scheduler.cache_use().hits[kind]
+
+
+def move(server: Sequential, asked: ExportPrefix | ImportPrefix) -> PrefixMoved:
+    exchange = server.engine.scheduler.tiers.exchange
+    assert exchange is not None
+    (exchange.send if isinstance(asked, ExportPrefix) else exchange.receive)(asked)
+    while not server.engine.idle:
+        server.step()
+    (reply,) = exchange.take_replies()
+    return reply

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from cache_rig import Sequential
+from cache_rig import Sequential, move
 from runner_harness import Settings, random_prompt, sampled
 from thread_ranks import ThreadGroup
 from tiny_drafters import DRAFTERS
@@ -126,16 +126,6 @@ def test_a_folder_serves_any_number_of_ranks(name: str, served: Any, tmp_path: P
     case = served(name)
     hits = [case.run_on(tmp_path, *way, cut=4 * n) for n, way in enumerate(CASES[name].ways)]
     assert hits == [0, *[len(PROMPT) - 1] * (len(hits) - 1)]
-
-
-def move(server: Sequential, asked: ExportPrefix | ImportPrefix) -> PrefixMoved:
-    exchange = server.engine.scheduler.tiers.exchange
-    assert exchange is not None
-    (exchange.send if isinstance(asked, ExportPrefix) else exchange.receive)(asked)
-    while not server.engine.idle:
-        server.step()
-    (reply,) = exchange.take_replies()
-    return reply
 
 
 def export(server: Sequential, path: Path) -> list[bytes]:
