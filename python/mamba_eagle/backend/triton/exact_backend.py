@@ -13,20 +13,27 @@ from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillPart
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
-from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
+from mamba_eagle.backend.triton.exact import ExactMambaJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
+from mamba_eagle.backend.triton.exact_delta import (
+    ExactDeltaJournals,
+    ExactDeltaPrefill,
+    ExactDeltaRows,
+    exact_delta_supported,
+)
 from mamba_eagle.backend.triton.exact_products import ExactOps
 from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
 
 
 class ExactBackend(TritonBackend):
-    """For models whose recurrent layers are Mamba2's, with states in float32."""
+    """For models with recurrent layers of Mamba2 or gated DeltaNet, with states in float32."""
 
     schemes: dict[str, Scheme] = {"deferred": ExactRows}
     prompts = ExactPrefillContext
@@ -42,8 +49,11 @@ class ExactBackend(TritonBackend):
     def inexact(self, model: ModelConfig) -> list[str]:
         recurrence = model.recurrence
         wrong = {
-            "recurrent layers that are not Mamba2's, or of odd sizes": recurrence is not None
-            and not sizes_supported(recurrence),
+            "recurrent layers that are neither Mamba2's nor gated DeltaNet's, or of odd sizes": (
+                recurrence is not None
+                and not sizes_supported(recurrence)
+                and not exact_delta_supported(recurrence)
+            ),
             "latent attention": model.attention is not None and model.attention.latent is not None,
             "experts in groups": model.moe is not None and model.moe.num_groups > 1,
         }
@@ -53,6 +63,31 @@ class ExactBackend(TritonBackend):
             for what, has in wrong.items()
             if has
         ]
+
+    def state_scheme(
+        self,
+        mode: str,
+        config: RecurrenceConfig | None,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
+    ) -> StateScheme:
+        if config is not None and exact_delta_supported(config):
+            return ExactDeltaRows(config, size, table, pool)
+        return super().state_scheme(mode, config, size, table, pool)
+
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        recurrence: RecurrenceConfig | None,
+    ) -> PrefillContext:
+        if recurrence is None or not exact_delta_supported(recurrence):
+            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
+        paged = self.prompt_attention(kv, slot_table, parts)
+        return ExactDeltaPrefill(parts, pool, paged, self.place)
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         return ExactTreeAttention(pool, nodes) if pool.num_layers else None
@@ -72,7 +107,11 @@ class ExactBackend(TritonBackend):
         pool: StatePool,
         table: RequestTable,
     ) -> SavedJournals:
-        kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
+        kind = SavedJournals
+        if mixers and exact_delta_supported(mixers[0].config):
+            kind = ExactDeltaJournals
+        elif pool.ssm.shape[0]:
+            kind = ExactMambaJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:

@@ -47,7 +47,7 @@ def _copied(elements, itemsize, warps):
 
 
 @gluon.jit
-def _copy_tokens(raw, stage, rows, stride, at, end, num_warps: gl.constexpr):
+def copy_tokens(raw, stage, rows, stride, at, end, num_warps: gl.constexpr):
     """Tokens [at, at + CHUNK), of those before ``end``. raw: [2, CHUNK, elements]; rows: of 0."""
     ELEMENTS: gl.constexpr = raw.shape[2]
     layout: gl.constexpr = _copied(ELEMENTS, raw.dtype.primitive_bitwidth // 8, num_warps)
@@ -61,12 +61,12 @@ def _copy_tokens(raw, stage, rows, stride, at, end, num_warps: gl.constexpr):
 def _chunk(raw, reads, stage, at, end, REST: gl.constexpr, num_warps: gl.constexpr):
     """Have a chunk copied to shared memory, as it is."""
     x, B, C, dt, x_stride, B_stride, C_stride, dt_stride = reads
-    _copy_tokens(raw[0], stage, B, B_stride, at, end, num_warps)
-    _copy_tokens(raw[1], stage, C, C_stride, at, end, num_warps)
-    _copy_tokens(raw[2], stage, dt, dt_stride, at, end, num_warps)
-    _copy_tokens(raw[3], stage, x, x_stride, at, end, num_warps)
+    copy_tokens(raw[0], stage, B, B_stride, at, end, num_warps)
+    copy_tokens(raw[1], stage, C, C_stride, at, end, num_warps)
+    copy_tokens(raw[2], stage, dt, dt_stride, at, end, num_warps)
+    copy_tokens(raw[3], stage, x, x_stride, at, end, num_warps)
     if REST:
-        _copy_tokens(raw[4], stage, x + raw[3].shape[2], x_stride, at, end, num_warps)
+        copy_tokens(raw[4], stage, x + raw[3].shape[2], x_stride, at, end, num_warps)
     async_copy.commit_group()
 
 
@@ -95,7 +95,7 @@ def _token(S, S_rest, feed, feed_rest, row, skip, y, REST: gl.constexpr):
 
 
 @gluon.jit
-def _load_state(state, slot, stride, TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def load_state(state, slot, stride, TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """[TILE, N]; zeros if the slot is negative."""
     S = gl.load(state + gl.maximum(slot, 0) * stride + in_state(TILE, N, layout))
     return gl.where(slot >= 0, S, 0.0)
@@ -161,10 +161,10 @@ def _scan_kernel(
     segment = gl.load(requests + request * 3)
     last_segment = gl.load(requests + request * 3 + 1)
     source = gl.load(requests + request * 3 + 2).to(gl.int64)
-    S = _load_state(state, source, state_stride, TILE, N, layout)
+    S = load_state(state, source, state_stride, TILE, N, layout)
     S_rest = S
     if REST:
-        S_rest = _load_state(state + TILE * N, source, state_stride, REST, N, rest_layout)
+        S_rest = load_state(state + TILE * N, source, state_stride, REST, N, rest_layout)
     for s in range(segment, last_segment):
         begin = gl.load(segments + s * 3)
         end = gl.load(segments + s * 3 + 1)

@@ -93,7 +93,7 @@ def _lowest(mask):
 
 
 @gluon.jit
-def _leaves(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
+def leaves_of(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
     """Nodes without children, as bits."""
     NODES: gl.constexpr = BITS.primitive_bitwidth
     node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [num_warps], [0]))
@@ -103,7 +103,7 @@ def _leaves(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _next_node(ancestors, path, leaves, BITS: gl.constexpr):
+def next_node(ancestors, path, leaves, BITS: gl.constexpr):
     """The next node of the walk, or a negative number; what is left of its path and of the leaves;
     whether its path begins."""
     begins = path == 0
@@ -218,14 +218,14 @@ def _verify_kernel(
         rest_after_root = S_rest
         ancestors += request * T
         done = gl.full([], 1, BITS)
-        leaves = _leaves(ancestors, T, BITS, num_warps)
-        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
+        leaves = leaves_of(ancestors, T, BITS, num_warps)
+        node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
         while node >= 0:
             S = after_root.load(layout)
             S_rest = rest_after_root
             begins = node < 0
             while not begins:
-                later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
+                later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
                 at = y + node * (H * P)
                 bit = gl.full([], 1, BITS) << node.to(BITS)
                 S = advance(S, feed, nodes_at + node)
