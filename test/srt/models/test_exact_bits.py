@@ -25,11 +25,14 @@ CUT = {  # published geometries -> four of their layers
     "nemotron-3-nano-30b-a3b": {"hybrid_override_pattern": "ME*M"},
     "nemotron-3-super": {"hybrid_override_pattern": "ME*M"},
     "granite-4.0-h-tiny": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "qwen3.6-27b": {},
+    "qwen3.6-35b-a3b": {},
 }
 CASES = [
     ("embedded", "auto"),
     *((name, bits) for name in list(CUT)[:2] for bits in ("auto", "fp8")),
-    *zip(list(CUT)[2:], ("fp8", "auto"), strict=True),
+    *zip(list(CUT)[2:4], ("fp8", "auto"), strict=True),
+    *((name, bits) for name in list(CUT)[4:] for bits in ("auto", "fp8", "mtp")),
 ]
 SHAPES = [
     Settings("NONE"),
@@ -48,7 +51,7 @@ class Source(NamedTuple):
     """A model, and what engines of it have in common."""
 
     folder: Path
-    head: Path
+    head: Path | None
     algorithm: str  # of drafts
     options: dict[str, Any]
 
@@ -64,8 +67,10 @@ def source(name: str, bits: str, folder: Path) -> Source:
     if name == "embedded":
         return Source(EMBEDDED_MODEL, EMBEDDED_HEADS["EAGLE"], "EAGLE", {})
     config = json.loads((GEOMETRIES / name / "config.json").read_text())
-    config |= {**CUT[name], "num_hidden_layers": 4, "vocab_size": 8192}
+    config |= {**CUT[name], "num_hidden_layers": 4, "vocab_size": 8192, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
+    if bits == "mtp":
+        return Source(folder, None, "MTP", {"load_format": "dummy"})
     # the same random weights draft, so that drafts are accepted
     return Source(folder, folder, "STANDALONE", {"load_format": "dummy", "quantization": bits})
 
