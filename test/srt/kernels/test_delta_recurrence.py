@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 from gluon_rig import exp2, interpreted
 from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, of_spans, same
 
+from mamba_eagle.backend.triton.exact_delta import exact_delta_supported
 from mamba_eagle.kernels.delta_recurrence import gluon_fold, gluon_prompts, gluon_verify, naive
 from mamba_eagle.kernels.delta_rule import naive as rule
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
@@ -163,6 +165,13 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
     tokens = random_tokens(sizes, batch, (80 if GPU else 16) + nodes, dtype, seed)
     Server(DeltaNet(tokens, sizes), nodes, seed).run()
+
+
+def test_what_exact_bits_cannot_be_had_of_is_refused() -> None:
+    config = delta_config(head_dim=128, state_size=128)
+    assert exact_delta_supported(config)
+    for change in ({"channel_decay": True}, {"state_size": 256}, {"head_dim": 72}):
+        assert not exact_delta_supported(replace(config, **change))
 
 
 @pytest.mark.gpu

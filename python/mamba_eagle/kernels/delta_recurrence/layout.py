@@ -16,7 +16,7 @@ def choose_tiles(head_dim: int) -> Tiles:
 
 
 def sizes_fit(head_dim: int, state_size: int) -> bool:
-    """Whether the kernels take heads of so many values and of keys of so many numbers."""
+    """Whether the kernels take heads of ``head_dim`` values, keys of ``state_size`` numbers."""
     return head_dim % 16 == 0 and state_size in (16, 32, 64, 128)
 
 
