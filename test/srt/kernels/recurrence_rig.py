@@ -134,7 +134,7 @@ class Server:
         for _ in range(3):
             spans = []
             for i, request in enumerate(self.requests):
-                count = self.draw.below(20)
+                count = self.draw.below(min(20, self.length // 4))
                 if count:
                     save = ((count, self.batch + i),)
                     source = self.batch + i if request.end else i

@@ -148,8 +148,7 @@ def test_a_prompt_has_the_definitions_bits(
 
 
 SERVED = [
-    pytest.param(Sizes(2, 16, 1, 16), 2, 9, torch.bfloat16, id="tiny"),
-    pytest.param(Sizes(2, 32, 1, 16), 1, 20, torch.float32, id="long-journal"),
+    pytest.param(TINY, 2, 9, torch.bfloat16, id="tiny"),
     pytest.param(QWEN_27B, 3, 16, torch.bfloat16, id="27b", marks=on_a_gpu),
     pytest.param(QWEN_35B, 5, 8, torch.bfloat16, id="35b", marks=on_a_gpu),
     pytest.param(QWEN_27B, 1, 1, torch.bfloat16, id="decode", marks=on_a_gpu),
@@ -163,7 +162,7 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     sizes: Sizes, batch: int, nodes: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
-    tokens = random_tokens(sizes, batch, (80 if GPU else 16) + nodes, dtype, seed)
+    tokens = random_tokens(sizes, batch, (80 if GPU else 24) + nodes, dtype, seed)
     Server(DeltaNet(tokens, sizes), nodes, seed).run()
 
 

@@ -158,7 +158,7 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     sizes: Sizes, batch: int, nodes: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
-    tokens = random_tokens(sizes, batch, (80 if GPU else 16) + nodes, dtype, seed)
+    tokens = random_tokens(sizes, batch, (80 if GPU else 24) + nodes, dtype, seed)
     Server(Mamba2(tokens, sizes), nodes, seed).run()
 
 
