@@ -90,8 +90,14 @@ class Chooser:
         return self.state.backend.token_logprobs(logits, tokens, top)
 
     def agree(self, tree: Tree) -> Tree:
-        """The trees that all ranks verify, from those that each has drafted."""
+        """The trees that all ranks of a stage verify, from those that each has drafted."""
         return tree
+
+    def relay(self, tree: Tree) -> None:
+        """Tell the other stages these trees, or overwrite them with what the last one tells."""
+
+    def tell(self, target: Tensor) -> None:
+        """Tell the other stages what a graph has sampled, [b, T] int64."""
 
 
 class ShardedChooser(Chooser):
