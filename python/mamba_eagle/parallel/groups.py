@@ -52,6 +52,15 @@ class Window:
         return self.arrives
 
 
+def sum_in_order(parts: Tensor) -> Tensor:
+    """What each rank's part adds up to, one after the other, whatever their size: [ranks, ...] ->
+    [...] float32, rounded nowhere else. A collective's order may depend on the size."""
+    whole = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        whole = whole + part
+    return whole
+
+
 class Group(ABC):
     """Ranks that have parts of the same layers, or the pipeline stages. Tensors have the same shape
     and dtype on all ranks and are contiguous; an operation may overwrite the one it is given."""
@@ -60,6 +69,7 @@ class Group(ABC):
         self.shard, self.device = shard, device
         self._quiet = shard.size == 1
         self._window: Window | None = None
+        self.in_order = False  # sums of floats are added up in the order of the ranks: --exact
         self.mail: Mail | None = None  # without it, stages on GPUs take turns
         self.sums: SumTable = COLLECTIVES  # of what sums have the shape and dtype of its methods
 
@@ -96,7 +106,11 @@ class Group(ABC):
         if self._quiet:
             return x
         method = self.sums.of(x)
-        return self._sum(x) if method is None else method.sum(x)
+        if method is not None:
+            return method.sum(x)
+        if self.in_order and x.is_floating_point():
+            return sum_in_order(self._gather(x)).to(x.dtype)
+        return self._sum(x)
 
     def fused_sum(self, x: Tensor) -> FusedSum | None:
         """What adds x up, adds the sum to a residual stream and takes the norm at once; None:
