@@ -8,20 +8,18 @@ it goes on, and so does each stage that waits for it or for one that does.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.peer_copy.triton import PLACES, PROGRAMS, Ends, peer_copy
+from mamba_eagle.kernels.peer_copy.triton import PROGRAMS, Ends, peer_copy
 from mamba_eagle.parallel.groups import Channel, Group, Mail
 from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.shared_memory import share, share_problem
 from mamba_eagle.parallel.sums.site import Site
 
-log = logging.getLogger("mamba_eagle.parallel")
 
 ALIGNED = 16  # bytes, of places
 INT64 = 8  # bytes of a flag
@@ -44,6 +42,7 @@ class PeerMail(Mail):
         place of each channel, the same on all ranks; longer messages take several. memory: kept
         while this object is."""
         self.rank, self.rings, self.flags, self.memory = rank, rings, flags, memory
+        self.places = places_of(len(rings))
         self.sizes = {channel: _aligned(size) for channel, size in sizes.items()}
         self.sent: Counter[tuple[Channel, int]] = Counter()
         self.received: Counter[Channel] = Counter()
@@ -51,7 +50,7 @@ class PeerMail(Mail):
     @staticmethod
     def room(sizes: Mapping[Channel, int], ranks: int) -> tuple[int, int]:
         """Bytes of a rank's rings, and how many flags it has."""
-        rings = PLACES * sum(_aligned(size) for size in sizes.values())
+        rings = places_of(ranks) * sum(_aligned(size) for size in sizes.values())
         return rings, (max(sizes) + 1) * ranks * 2 * PROGRAMS
 
     def send(self, x: Tensor, rank: int, channel: Channel) -> None:
@@ -59,14 +58,16 @@ class PeerMail(Mail):
         for piece in self._pieces(x, channel):
             message = self.sent[channel, rank]
             self.sent[channel, rank] += 1
-            peer_copy(piece, self._ends(channel, self.rank, rank, message), message, sends=True)
+            ends = self._ends(channel, self.rank, rank, message)
+            peer_copy(piece, ends, message, self.places, sends=True)
 
     def receive(self, x: Tensor, rank: int, channel: Channel) -> None:
         """Into x, contiguous, of the size that is sent."""
         for piece in self._pieces(x, channel):
             message = self.received[channel]
             self.received[channel] += 1
-            peer_copy(piece, self._ends(channel, rank, self.rank, message), message, sends=False)
+            ends = self._ends(channel, rank, self.rank, message)
+            peer_copy(piece, ends, message, self.places, sends=False)
 
     def _pieces(self, x: Tensor, channel: Channel) -> Iterator[Tensor]:
         most = self.sizes[channel] // x.itemsize
@@ -74,13 +75,19 @@ class PeerMail(Mail):
 
     def _ends(self, channel: Channel, sender: int, receiver: int, message: int) -> Ends:
         before = sum(size for other, size in self.sizes.items() if other < channel)
-        place = PLACES * before + message % PLACES * self.sizes[channel]
+        place = self.places * before + message % self.places * self.sizes[channel]
         ranks = len(self.rings)
         posted = ((channel * ranks + sender) * 2) * PROGRAMS * INT64
         taken = ((channel * ranks + receiver) * 2 + 1) * PROGRAMS * INT64
         return Ends(
             self.rings[receiver] + place, self.flags[receiver] + posted, self.flags[sender] + taken
         )
+
+
+def places_of(stages: int) -> int:
+    """Of a ring: two messages of a channel for each plan in flight, one more than there are
+    stages, and those of one plan that is over."""
+    return 2 * (stages + 2)
 
 
 def _aligned(size: int) -> int:
@@ -117,7 +124,7 @@ def _try(mail: PeerMail, group: Group) -> None:
         sends = group.rank < last if hands_on else group.rank == last
         receives = group.rank > 0 if hands_on else group.rank < last
         source = group.rank - 1 if hands_on else last
-        for number, bytes_ in enumerate([3, 24, 2 * size + 8] * PLACES):
+        for number, bytes_ in enumerate([3, 24, 2 * size + 8] * mail.places):
             expected = torch.full((bytes_,), number, dtype=torch.uint8, device=group.device)
             if sends:
                 for goal in goals:

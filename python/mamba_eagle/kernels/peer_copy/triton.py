@@ -1,6 +1,6 @@
 """Messages between GPUs that reach each other's memory: one kernel writes, one reads.
 
-The receiver has a ring of ``PLACES`` for the messages of one sender. Program p of both kernels
+The receiver has a ring of places for the messages of one sender. Program p of both kernels
 copies the same slice, and no program waits for any but its peer:
 
     send      waits until what was in the place has been taken, writes its slice there, and then
@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PLACES = 8
 PROGRAMS = 32
 BLOCK = 1024  # elements
 WORD = 8  # bytes of an element where a message is made of such
@@ -83,14 +82,13 @@ def _peer_copy_kernel(
         tl.atomic_xchg(is_taken, message + 1, sem="release", scope="sys")
 
 
-def peer_copy(own: Tensor, ends: Ends, message: int, sends: bool) -> None:
+def peer_copy(own: Tensor, ends: Ends, message: int, places: int, sends: bool) -> None:
     """Send ``own``, contiguous, or receive it: as many bytes as a place has, at most.
 
-    message: how many this sender has sent to this ring before.
+    message: how many this sender has sent to this ring before. places: of the ring.
     """
     words = own.nbytes % WORD == 0
     assert own.is_contiguous() and (not words or own.data_ptr() % WORD == 0)
     n = own.nbytes // WORD if words else own.nbytes
-    # typed int64 whatever their values are
     numbers = (own.data_ptr(), *ends, n, message)
-    _peer_copy_kernel[(PROGRAMS,)](*numbers, sends, words, PLACES, PROGRAMS, BLOCK)
+    _peer_copy_kernel[(PROGRAMS,)](*numbers, sends, words, places, PROGRAMS, BLOCK)
