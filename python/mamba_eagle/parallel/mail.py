@@ -20,7 +20,6 @@ from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.shared_memory import share, share_problem
 from mamba_eagle.parallel.sums.site import Site
 
-
 ALIGNED = 16  # bytes, of places
 INT64 = 8  # bytes of a flag
 TRIAL_SECONDS = 120
