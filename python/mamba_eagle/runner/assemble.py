@@ -75,7 +75,6 @@ def assemble(
     own = _own_part(config, whole, split, source, backend, ranks)
     backend.prepare_builds(f"{config} {own}")
     length = context_length(config, own)
-
     load = Loader(config, backend)
     ops = backend.layer_ops.over(group, stages)
     model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
