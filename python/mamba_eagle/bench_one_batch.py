@@ -48,6 +48,12 @@ def make_parser() -> Parser:
         default="model",
         help="experts of each token: by the model's routers, at random, or the same for all",
     )
+    own.add_argument(
+        "--dummy-adapters",
+        type=int,
+        default=0,
+        help="how many adapters of random numbers and the highest rank requests take turns with",
+    )
     own.add_argument("--correctness-test", action="store_true", help="print texts, measure nothing")
     own.add_argument("--profile", action="store_true", help="write a torch profiler trace")
     return parser
@@ -87,6 +93,10 @@ def main(argv: list[str] | None = None) -> None:
         config = resolve(config)
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    if args.dummy_adapters > (config.adapter_slots if config.num_ranks == 1 else 0):
+        parser.error(
+            f"--dummy-adapters {args.dummy_adapters}: needs as many --max-loras, and one device"
+        )
     if problem := simulation_problem(args, config):
         sys.exit(f"error: {problem}")
     # the benchmark says so beside its numbers, and tells the runner itself

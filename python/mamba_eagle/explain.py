@@ -8,9 +8,7 @@ The text is taken as it stands, as /generate takes it.
 """
 
 import argparse
-import dataclasses
 import math
-import os
 import sys
 from typing import Any
 
@@ -28,22 +26,13 @@ from mamba_eagle.bench.client import (
     read_cache,
 )
 from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
-from mamba_eagle.constrain.errors import GrammarError
-from mamba_eagle.constrain.grammar import json_schema_grammar, regex_grammar
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate
-from mamba_eagle.offline import OfflineEngine
-from mamba_eagle.resolve import resolve
-from mamba_eagle.server.apis.generate.reply import Reply
 from mamba_eagle.server.bodies.kinds import as_text
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
-from mamba_eagle.tokenizer.text import TextTokenizer
 
 LONGEST_BAR = 40  # characters
 WIDEST = 1000  # characters: no line of a tree is broken
 LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
 REFUSED = "✗ refused by the grammar\n"
-RID = "explain"
 
 
 class ExplainError(RuntimeError):
@@ -102,37 +91,21 @@ def no_trace(url: str) -> ExplainError:
     )
 
 
-def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
+def ask_engine(config: EngineConfig, text: str, sampling: dict[str, Any]) -> dict[str, Any]:
     """What a server with these settings would reply if it drafted the configured tree in every
     step; one request is too short to learn which tree is fastest. The model is loaded here.
 
     Raises: ExplainError, ConfigError
     """
-    from mamba_eagle.runner.make import make_runner  # torch takes seconds to import
+    from mamba_eagle.engine import Engine, EngineError  # a server's packages
 
+    settings = {**vars(config), "speculative_adaptive": False, "log_level": "warning"}
     try:
-        tokenizer = TextTokenizer.load(config.tokenizer_path)
-    except (OSError, ValueError) as error:
-        raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
-    config = dataclasses.replace(config, speculative_adaptive=False)
-    engine = OfflineEngine(config, make_runner(config))
-    ids = tokenizer.encode(text)
-    prompt = PromptRequest(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
-    detokenizer = tokenizer.detokenizer(ids, sampling.skip_special_tokens)
-    sample = Sample(LiveRequest(RID), prompt, RID, RID, 0, detokenizer)
-    outputs = engine.add(
-        Generate(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
-    )
-    while True:
-        for output in outputs:
-            sample.take(output)
-        if sample.error is not None:
-            raise ExplainError(sample.error.message)
-        if sample.finish is not None:
-            content = msgspec.json.encode(Reply(sample, tokenizer, with_text=False).as_dict())
-            reply: dict[str, Any] = msgspec.json.decode(content)  # as a server's client reads it
+        with Engine(**settings) as engine:
+            reply: dict[str, Any] = engine.generate(text, sampling, return_spec_trace=True)
             return reply
-        outputs = engine.step()
+    except EngineError as error:
+        raise ExplainError(str(error)) from None
 
 
 # ── the drawing ──────────────────────────────────────────────────────────────────────────────
@@ -235,18 +208,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def grammar_of(args: argparse.Namespace) -> str:
-    """The text of the constraint; "" if none is asked for.
-
-    Raises: GrammarError
-    """
-    if args.json_schema and args.regex:
-        raise GrammarError("both are given; give one")
-    if args.json_schema:
-        return json_schema_grammar(args.json_schema).text
-    return regex_grammar(args.regex).text if args.regex else ""
-
-
 def show_cache(args: argparse.Namespace) -> None:
     try:
         reply = ask_cache(args.url, args.api_key)
@@ -259,8 +220,6 @@ def show_cache(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # read when torch is first imported: a thread that spins at a barrier delays the others
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = make_parser()
     args = parser.parse_args(argv)
     config: EngineConfig = from_arguments(EngineConfig, args)
@@ -278,19 +237,14 @@ def main(argv: list[str] | None = None) -> None:
         "temperature": args.temperature,
         "seed": args.seed,
     }
-    try:
-        grammar = grammar_of(args)
-    except GrammarError as error:
-        parser.error(f"--json-schema or --regex: {error}")
     if problems := SamplingParams(**sampling).problems(vocab_size=1):
         sys.exit("\n".join(f"error: {problem}" for problem in problems))
     try:
+        sampling |= {"json_schema": args.json_schema or None, "regex": args.regex or None}
         if args.url:
-            asked = {"json_schema": args.json_schema or None, "regex": args.regex or None}
-            reply = ask_server(args.url, args.text, {**sampling, **asked}, args.api_key)
+            reply = ask_server(args.url, args.text, sampling, args.api_key)
         else:
-            params = SamplingParams(**sampling, grammar=grammar)
-            reply = ask_engine(resolve(config), args.text, params)
+            reply = ask_engine(config, args.text, sampling)
     except (ExplainError, ConfigError) as error:
         sys.exit(f"error: {error}")
     if args.json:

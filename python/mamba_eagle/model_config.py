@@ -3,6 +3,7 @@ reads it from a checkpoint's config.json."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 HYBRID = ("recurrent", "attention")  # the mixers of a hybrid layer
@@ -38,6 +39,13 @@ class NormGroups(NamedTuple):
     first_channel: int  # of this rank
 
 
+class Width(NamedTuple):
+    """Numbers of a token that belong to heads or groups: ``size`` of each, one after the other."""
+
+    size: int
+    of_groups: bool = False
+
+
 class RowPart(NamedTuple):
     """What a row holds of a token, beside its convolution's inputs and its gates."""
 
@@ -61,12 +69,25 @@ class RecurrenceConfig(ABC):
 
     @property
     @abstractmethod
-    def conv_dim(self) -> int:
-        """Channels of the convolution."""
+    def channel_widths(self) -> tuple[Width, ...]:
+        """What the convolution's channels belong to, in their order."""
 
     @property
     @abstractmethod
-    def gate_size(self) -> int: ...
+    def gate_widths(self) -> tuple[Width, ...]:
+        """The same for the gates."""
+
+    @cached_property
+    def conv_dim(self) -> int:
+        """Channels of the convolution."""
+        return self._sum(self.channel_widths)
+
+    @cached_property
+    def gate_size(self) -> int:
+        return self._sum(self.gate_widths)
+
+    def _sum(self, widths: tuple[Width, ...]) -> int:
+        return sum(w.size * (self.num_groups if w.of_groups else self.num_heads) for w in widths)
 
     @property
     @abstractmethod
@@ -107,13 +128,13 @@ class Mamba2Config(RecurrenceConfig):
         return self.num_heads * self.head_dim
 
     @property
-    def conv_dim(self) -> int:
-        """Channels of the causal convolution, which x, B and C share."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
+    def channel_widths(self) -> tuple[Width, ...]:
+        """x, B and C."""
+        return Width(self.head_dim), Width(self.state_size, True), Width(self.state_size, True)
 
     @property
-    def gate_size(self) -> int:
-        return self.num_heads
+    def gate_widths(self) -> tuple[Width, ...]:
+        return (Width(1),)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -152,9 +173,9 @@ class DeltaConfig(RecurrenceConfig):
         return self.num_groups * self.state_size
 
     @property
-    def conv_dim(self) -> int:
+    def channel_widths(self) -> tuple[Width, ...]:
         """Queries, keys and values."""
-        return 2 * self.key_size + self.inner_size
+        return Width(self.state_size, True), Width(self.state_size, True), Width(self.head_dim)
 
     @property
     def decay_size(self) -> int:
@@ -162,9 +183,9 @@ class DeltaConfig(RecurrenceConfig):
         return self.num_heads * (self.state_size if self.channel_decay else 1)
 
     @property
-    def gate_size(self) -> int:
+    def gate_widths(self) -> tuple[Width, ...]:
         """g, then beta."""
-        return self.decay_size + self.num_heads
+        return Width(self.decay_size // self.num_heads), Width(1)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -199,12 +220,12 @@ class ShortConvConfig(RecurrenceConfig):
         return self.channels
 
     @property
-    def conv_dim(self) -> int:
-        return self.channels
+    def channel_widths(self) -> tuple[Width, ...]:
+        return (Width(1),)
 
     @property
-    def gate_size(self) -> int:
-        return 0
+    def gate_widths(self) -> tuple[Width, ...]:
+        return ()
 
     @property
     def inner_size(self) -> int:

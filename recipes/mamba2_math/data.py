@@ -1,9 +1,8 @@
-"""Training sequences: problems joined to documents, tokenized and packed by worker processes.
+"""Training sequences: problems and chats, tokenized and packed by worker processes.
 
-A document is one problem, or several joined by blank lines as a few-shot prompt is, and ends with
-``</s>``. A sequence begins at the start of a document, is filled with whole documents and cuts the
-last one: so every sequence shows the model a question at position 0, as a request without examples
-does.
+A document is a chat, or one problem, or several joined by blank lines as a few-shot prompt is. It
+ends with ``</s>``. A sequence begins at the start of a document, is filled with whole documents and
+cuts the last one: so every sequence shows the model at position 0 what a request begins with.
 
 Block ``i`` of the stream depends on the seed and ``i`` only, not on the number of workers.
 """
@@ -23,9 +22,12 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from mamba2_math import skills
 from mamba2_math.problems import MAX_PROBLEMS, SINGLE_SHARE, stream
+from mamba2_math.skills.chat import READ, WRITTEN, Chat, pieces
 from mamba2_math.tokenizer import EOS_ID, read_records
 
+CHAT_SHARE = 0.59  # of the documents; they are shorter than problems, so about 40 % of the tokens
 EXTRA_SHARE = 0.025  # of the problems; they are longer, so about 5 % of the tokens
 SEQUENCES_PER_BLOCK = 128
 
@@ -33,13 +35,14 @@ TRAIN_STREAM, VALIDATION_STREAM = 1, 2
 
 
 class Sequences(NamedTuple):
-    """tokens uint16 and is_answer uint8, both [count, length].
+    """tokens uint16 and kinds uint8, both [count, length].
 
-    ``is_answer[i, t]`` is 1 when token t belongs to an answer or is the ``</s>`` after one.
+    ``kinds[i, t]`` is WRITTEN when token t belongs to an answer or is the ``</s>`` after one, else
+    READ or SKIPPED (see ``skills.chat``).
     """
 
     tokens: np.ndarray
-    is_answer: np.ndarray
+    kinds: np.ndarray
 
 
 class Encoded(NamedTuple):
@@ -62,6 +65,17 @@ class ProblemEncoder:
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
         return [Encoded(*pair) for pair in zip(ids[: len(problems)], ids[len(problems) :])]
 
+    def encode_chats(self, chats: list[Chat]) -> list[tuple[list[int], list[int]]]:
+        """Tokens and kinds of each, with the end."""
+        parts = [list(pieces(chat)) for chat in chats]
+        texts = ["".join(piece.text for piece in each) for each in parts]
+        encoded = []
+        for each, encoding in zip(parts, self._tokenizer.encode_batch(texts)):
+            kinds = [piece.kind for piece in each for _ in piece.text]
+            marks = [kinds[end - 1] for _, end in encoding.offsets]
+            encoded.append(([*encoding.ids, EOS_ID], [*marks, WRITTEN]))
+        return encoded
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -79,11 +93,16 @@ def _problems(seed: int, extra: list[dict[str, str]]) -> Iterator[tuple[str, str
 def _documents(
     encoder: ProblemEncoder, seed: int, extra: list[dict[str, str]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens and answer marks of one document after the other."""
+    """Tokens and kinds of one document after the other."""
     rng = random.Random(seed + 1)
-    source = _problems(seed, extra)
+    source, chats = _problems(seed, extra), skills.stream(seed)
     ready: list[Encoded] = []
+    ready_chats: list[tuple[list[int], list[int]]] = []
     while True:
+        if rng.random() < CHAT_SHARE:
+            ready_chats = ready_chats or encoder.encode_chats(list(itertools.islice(chats, 128)))
+            yield ready_chats.pop()
+            continue
         count = 1 if rng.random() < SINGLE_SHARE else rng.randint(2, MAX_PROBLEMS)
         if len(ready) < count:
             ready += encoder.encode([next(source) for _ in range(256)])
@@ -93,12 +112,12 @@ def _documents(
             if tokens:
                 tokens += encoder.blank_line
                 # the newline decides between stopping and the next problem, as </s> does
-                marks += [0] * len(encoder.blank_line)
+                marks += [READ] * len(encoder.blank_line)
             tokens += encoded.prompt
             tokens += encoded.answer
-            marks += [0] * len(encoded.prompt)
-            marks += [1] * len(encoded.answer)
-        yield [*tokens, EOS_ID], [*marks, 1]
+            marks += [READ] * len(encoded.prompt)
+            marks += [WRITTEN] * len(encoded.answer)
+        yield [*tokens, EOS_ID], [*marks, WRITTEN]
 
 
 def make_block(
@@ -118,10 +137,10 @@ def make_block(
     for i in range(count):
         filled = 0
         while filled < length:
-            ids, answer = next(documents)
+            ids, kinds = next(documents)
             n = min(len(ids), length - filled)
             tokens[i, filled : filled + n] = ids[:n]
-            marks[i, filled : filled + n] = answer[:n]
+            marks[i, filled : filled + n] = kinds[:n]
             filled += n
     return Sequences(tokens, marks)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mamba2_math import words
 
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
@@ -59,6 +59,10 @@ class Draft:
         """Two different elements of a sequence."""
         return self._rng.sample(options, 2)
 
+    def order(self, count: int) -> list[int]:
+        """0 to ``count`` - 1 in a random order."""
+        return self._rng.sample(range(count), count)
+
     def chance(self, probability: float) -> bool:
         return self._rng.random() < probability
 
@@ -93,7 +97,7 @@ class Draft:
         operation ("$@" for one in dollars), and returns its result."""
         if op == "/" and left % right:
             raise ValueError(f"{left} / {right} is not exact in {text!r}")
-        value = _OPERATIONS[op](left, right)
+        value = OPERATIONS[op](left, right)
         if value < 0:
             raise ValueError(f"{left} {op} {right} is negative in {text!r}")
         if type(text) is not str:

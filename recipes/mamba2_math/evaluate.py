@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mamba2_math.data import Encoded, ProblemEncoder
 from mamba2_math.draft import Problem
+from mamba2_math.skills.chat import READ, WRITTEN
 from mamba2_math.tokenizer import EOS_ID, PAD_ID
 from mamba2_math.training_context import TrainingContext
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
@@ -53,23 +54,33 @@ def _groups(questions: list[Question], room: int) -> Iterable[list[Question]]:
 
 
 @torch.no_grad()
+def share_written(
+    model: NemotronHForCausalLM, sequences: list[tuple[list[int], list[int]]]
+) -> float:
+    """Share of sequences (tokens, kinds) of which greedy decoding writes all that is WRITTEN, given
+    the rest: what a grammar, a tool and a user add."""
+    device = model.lm_head.weight.device
+    right = 0
+    size = max(1, MAX_TOKENS_PER_PASS // (max(len(s[0]) for s in sequences) + LENGTH_MULTIPLE))
+    for at in range(0, len(sequences), size):
+        group = sequences[at : at + size]
+        ids = _pad([tokens for tokens, _ in group], max(len(s[0]) for s in group), device)
+        hidden = model(ids.view(-1), TrainingContext(*ids.shape)).view(*ids.shape, -1)
+        best = model.compute_logits(hidden.flatten(0, 1)).argmax(-1).view_as(ids).tolist()
+        for (tokens, kinds), guesses in zip(group, best):
+            following = zip(tokens[1:], kinds[1:], guesses)
+            right += all(t == guess for t, kind, guess in following if kind == WRITTEN)
+    return right / len(sequences)
+
+
 def exact_match(model: NemotronHForCausalLM, questions: list[Question]) -> float:
     """Share of questions whose greedy text would equal the reference, from one pass each.
 
     When the argmax at every answer position is the reference's next token, greedy decoding writes
     exactly the reference. A lower bound of the accuracy.
     """
-    device = model.lm_head.weight.device
-    right = 0
-    for group in _groups(questions, 0):
-        sequences = [q.prompt + q.answer for q in group]
-        ids = _pad(sequences, max(map(len, sequences)), device)
-        hidden = model(ids.view(-1), TrainingContext(*ids.shape)).view(*ids.shape, -1)
-        best = model.compute_logits(hidden.flatten(0, 1)).argmax(-1).view_as(ids).tolist()
-        for q, tokens in zip(group, best):
-            start = len(q.prompt) - 1
-            right += tokens[start : start + len(q.answer)] == q.answer
-    return right / len(questions)
+    kinds = [[READ] * len(q.prompt) + [WRITTEN] * len(q.answer) for q in questions]
+    return share_written(model, [(q.prompt + q.answer, k) for q, k in zip(questions, kinds)])
 
 
 @torch.no_grad()

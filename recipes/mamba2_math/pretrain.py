@@ -1,4 +1,4 @@
-"""Trains the embedded 6M hybrid from nothing, or with ``--config`` another model on the same text.
+"""Trains the embedded 6M hybrid, or with ``--config`` another model on the same text.
 
 ``python -m mamba2_math.pretrain --output DIR``: eight minutes on one H100 by default. The
 text is generated (see ``problems.py``); a GSM8K file can be mixed in with ``--extra-data``. Weights
@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +21,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba2_math import loop
+from mamba2_math import loop, skills
 from mamba2_math.checkpoint import MODEL_CONFIG, load_weights, save_model
 from mamba2_math.data import VALIDATION_STREAM, ProblemEncoder, Sequences, SequenceStream
 from mamba2_math.draft import Problem
-from mamba2_math.evaluate import accuracy, exact_match, make_questions
+from mamba2_math.evaluate import accuracy, exact_match, make_questions, share_written
 from mamba2_math.problems import held_out, stream
+from mamba2_math.skills.chat import READ, SKIPPED, WRITTEN
 from mamba2_math.training_context import TrainingContext
 from mamba_eagle.embedded import EMBEDDED_MODEL
+from mamba_eagle.layers.block import Block
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.loop_parts import autocast, set_precision
 
-QUESTION_WEIGHT = 0.2  # an answer token weighs 1: questions are mostly chance
+WEIGHTS = {READ: 0.2, WRITTEN: 1.0, SKIPPED: 0.0}  # of a token in the loss
 SHOTS = 5
 
 
 def to_device(sequences: Sequences, device: str) -> tuple[Tensor, Tensor]:
-    """tokens int64 and is_answer bool, both [count, length]."""
+    """tokens int64 and their weights float32, both [count, length]."""
     tokens = torch.from_numpy(sequences.tokens.astype(np.int64))
-    marks = torch.from_numpy(sequences.is_answer)
+    table = np.array([WEIGHTS[kind] for kind in sorted(WEIGHTS)], dtype=np.float32)
+    weights = torch.from_numpy(table[sequences.kinds])
     if device.startswith("cuda"):
-        tokens, marks = tokens.pin_memory(), marks.pin_memory()
-    return tokens.to(device, non_blocking=True), marks.to(device, non_blocking=True).bool()
+        tokens, weights = tokens.pin_memory(), weights.pin_memory()
+    return tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True)
 
 
-def language_loss(model: NemotronHForCausalLM, tokens: Tensor, is_answer: Tensor) -> Tensor:
-    """Weighted mean cross entropy of the next token; a token is weighted by what it belongs to."""
+def language_loss(model: NemotronHForCausalLM, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross entropy of the next token."""
     count, length = tokens.shape
     hidden = model(tokens.flatten(), TrainingContext(count, length))
     logits = model.compute_logits(hidden).view(count, length, -1)[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    weight = QUESTION_WEIGHT + (1 - QUESTION_WEIGHT) * is_answer[:, 1:].flatten().float()
+    weight = weights[:, 1:].flatten()
     return (loss * weight).sum() / weight.sum()
 
 
-def compiled(function: Callable, enabled: bool) -> Callable:
+def compiled(function: Callable) -> Callable:
     """``torch.compile(function)``, or the function itself where compiling fails."""
-    if not enabled:
-        return function
     fast, chosen = torch.compile(function, dynamic=False), None
 
     def call(*args):
@@ -76,6 +77,20 @@ def compiled(function: Callable, enabled: bool) -> Callable:
         return chosen(*args)
 
     return call
+
+
+def compile_layers(model: NemotronHForCausalLM) -> None:
+    """For passes with gradients. Each kind of layer is compiled once, however many there are; the
+    model as a whole takes 86 s."""
+    fast = compiled(Block.forward)
+
+    def run_layers(layers: Sequence, hidden: Tensor, embedded: Tensor, ctx: Any) -> Tensor:
+        step = fast if torch.is_grad_enabled() else Block.forward
+        for layer in layers:
+            hidden = step(layer, hidden, ctx)
+        return hidden
+
+    model.run_layers = run_layers
 
 
 def validation_problems(seed: int, count: int) -> list[Problem]:
@@ -115,14 +130,15 @@ def _train(
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
     print(f"{count / 1e6:.2f} M parameters, {name}, {args.workers} data workers", flush=True)
 
-    loss_function = compiled(language_loss, args.compile)
+    if args.compile:
+        compile_layers(model)
     encoder = ProblemEncoder(args.tokenizer)
     problems = validation_problems(0, args.eval_count)
     loop.run(
         args,
         model,
         data,
-        compute_loss=lambda: loss_function(model, *to_device(data.batch(args.batch_rows), device)),
+        compute_loss=lambda: language_loss(model, *to_device(data.batch(args.batch_rows), device)),
         evaluate=lambda: evaluate(model, encoder, problems),
         save=lambda: save_model(model, args.output, args.tokenizer, config),
     )
@@ -137,6 +153,9 @@ def report(model: NemotronHForCausalLM, args: argparse.Namespace) -> None:
         return
     with autocast(args.device):
         print("held out:", evaluate(model, encoder, problems), flush=True)
+        for skill in skills.SKILLS:
+            chats = encoder.encode_chats(list(skills.held_out(skill)[: args.final_count]))
+            print(f"held out: {skill} {share_written(model, chats):.3f}", flush=True)
         for name, shots in (("0 examples", 0), (f"{SHOTS} examples", SHOTS)):
             start = time.monotonic()
             questions = make_questions(problems, encoder, validation_problems(1, shots))

@@ -23,18 +23,35 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 
 # A user turn is a question and an assistant turn its answer, as in the few-shot prompts. A system
-# turn is plain text before the first question.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if not loop.first -%}"
-    "{{ '\\n\\n' if message['role'] != 'assistant' else '\\n' }}"
-    "{%- endif -%}"
-    "{%- if message['role'] == 'user' -%}{{ 'Question: ' + message['content'] }}"
-    "{%- elif message['role'] == 'assistant' -%}{{ 'Answer: ' + message['content'] }}"
-    "{%- else -%}{{ message['content'] }}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '\\nAnswer:' }}{%- endif -%}"
-)
+# turn is plain text before the first question. Of tools the model sees names and parameters.
+CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{ 'Tools: ' }}
+{%- for tool in tools -%}
+{%- set shape = tool.function.parameters or {} -%}
+{{ ', ' if not loop.first }}{{ tool.function.name }}({{ (shape.properties or {}) | join(', ') }})
+{%- endfor -%}
+{{ '\\n\\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set content = message.content or '' -%}
+{%- if message.role == 'assistant' -%}
+{{ 'Answer:' if loop.first else '\\nAnswer:' }}
+{%- set said = content | trim -%}
+{%- if said -%}{{ '' if said[0] in '{[' else ' ' }}{{ said }}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set name, arguments = call.function.name, call.function.arguments -%}
+{{ '<tool_call>\\n{"name": ' }}{{ name | tojson }}{{ ', "arguments": ' }}{{ arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor -%}
+{%- elif message.role == 'tool' -%}
+{{ '\\n<tool_response>\\n' }}{{ content }}{{ '\\n</tool_response>' }}
+{%- else -%}
+{{ '\\n\\n' if not loop.first }}{{ 'Question: ' if message.role == 'user' }}{{ content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '\\nAnswer:' }}{%- endif -%}
+"""
 
 
 def read_records(path: Path) -> list[dict[str, str]]:

@@ -37,7 +37,7 @@ from mamba_eagle.backend.torch.attention import (
     GatheredLanes,
     tree_attention,
 )
-from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
+from mamba_eagle.backend.torch.layer_ops import CudaOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.layers.ops import TORCH, LayerOps
@@ -56,7 +56,7 @@ class Backend(TokenOps):
 
     def __init__(self, place: Place, dtype: torch.dtype, layer_ops: LayerOps | None = None) -> None:
         self.place, self.dtype = place, dtype
-        self.layer_ops = layer_ops or _layer_ops(place, dtype)
+        self.layer_ops = layer_ops or (TORCH if place.on_host else CudaOps())
 
     @property
     def device(self) -> torch.device:
@@ -245,9 +245,3 @@ class Backend(TokenOps):
         """What drafts for greedy requests in place of the drafter's own loop over depths, with the
         same results; None if nothing does. scheme: of the head's layers."""
         return None
-
-
-def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:
-    if not place.on_host:
-        return CudaOps()
-    return HostOps() if dtype == torch.float32 else TORCH

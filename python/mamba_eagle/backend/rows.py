@@ -14,7 +14,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
-from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
+from mamba_eagle.model_config import RecurrenceConfig
 
 
 class RequestRows:
@@ -99,13 +99,6 @@ def row_parts(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> tuple
         )
         for part in config.row_parts
     )
-
-
-def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:
-    """Both, as the kernels for Mamba2 take them."""
-    dt = gate_rows(config, size, like)
-    xB, log_decay = row_parts(config, size, like)
-    return RowBuffers(xB, dt, log_decay)
 
 
 def clear_rows(rows: Iterable[Tensor], slots: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 
@@ -10,6 +10,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate, RunnerReady, StepResult
 from mamba_eagle.offline import OfflineEngine, Runner
+from mamba_eagle.scheduler.adapters import Adapters
 
 STEPS_IN_FLIGHT = 2  # at most; each holds a tree of KV slots for every request
 
@@ -105,14 +106,21 @@ class BatchRun:
     """A batch under way in an engine of its own; ``made`` is what it has made so far."""
 
     def __init__(
-        self, engine: OfflineEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self,
+        engine: OfflineEngine,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Runs all prompts: every request has its first token. On a GPU the first decode step is
-        then under way."""
+        then under way. adapters: requests take turns with them."""
         self.engine = engine
         self.made = Generation([[] for _ in prompts], sum(len(prompt) for prompt in prompts))
         for i, prompt in enumerate(prompts):
-            message = Generate(rid=str(i), token_ids=list(prompt), sampling=sampling)
+            adapter = adapters[i % len(adapters)] if adapters else ""
+            message = Generate(
+                rid=str(i), token_ids=list(prompt), sampling=sampling, adapter=adapter
+            )
             for refused in engine.add(message):
                 assert refused.finish is not None
                 raise ValueError(refused.finish.message)
@@ -140,9 +148,15 @@ class BatchEngine:
     the same order, no prefix is reused, all prompts come before the first decode step, and every
     step drafts the configured tree."""
 
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
-        """config: the one that ``runner`` was made from."""
-        self.runner = runner
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        load: Callable[[Adapters], Sequence[str]] = lambda _: (),
+    ) -> None:
+        """config: the one that ``runner`` was made from. load: gives a scheduler adapters, and
+        says what they are called."""
+        self.runner, self._load = runner, load
         self.shape = config.tree_shape
         self._config = dataclasses.replace(
             config, disable_radix_cache=True, speculative_adaptive=False
@@ -170,7 +184,7 @@ class BatchEngine:
         # A new scheduler hands out slots from the first on. Those of one that has served before are
         # in disorder, which made steps of the embedded model up to 7 % slower on a CPU.
         engine = OfflineEngine(self._config, self.runner, prompts_first=True)
-        return BatchRun(engine, prompts, sampling)
+        return BatchRun(engine, prompts, sampling, self._load(engine.scheduler.adapters))
 
     def _check_fit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         ready = self.ready

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mamba_eagle.bench import experts, facts, results
+from mamba_eagle.bench.adapters import DummyAdapters
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.bench.report import (
     Speed,
@@ -81,9 +82,14 @@ class Sweep:
         args = self.args
         longest = max(args.input_len) + max(args.output_len)
         config = sized_for(self.config, max(args.batch_size), longest)
+        config = dataclasses.replace(config, speculative_adaptive=False)  # every step has one shape
         runner = make_runner(config)
         self._introduce(runner)
         engine = BatchEngine(config, runner)
+        if args.dummy_adapters:
+            assert isinstance(runner, ModelRunner), "one device"
+            dummies = DummyAdapters(args.dummy_adapters, runner.adapters)
+            engine = BatchEngine(config, runner, dummies.load)
         sizes = itertools.product(args.batch_size, args.input_len, args.output_len)
         return [self._measure_batch(engine, *size) for size in sizes]
 

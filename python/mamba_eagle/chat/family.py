@@ -29,6 +29,7 @@ FAMILIES = (
     "qwen3",
     "falcon_h1",
     "hermes",
+    "mamba2_math",
 )
 NONE = "none"
 REASONING, CALLS, CONTENT = "reasoning_content", "tool_calls", "content"

@@ -18,6 +18,7 @@ import argparse
 import importlib
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -53,6 +54,13 @@ PREFIX_ROUTER = (
 )
 EVENT_ROUTER = "mamba_eagle.cluster.event_router:EventRouter"
 ROUTERS = ("auto", "events", "prefix", "load")
+# Nothing here blocks an event loop, so requests need not change threads in each process. Ray's
+# processes inherit these where the command starts them; a runtime_env would not reach all of them.
+SHORT_HOPS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -228,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     given = _parser().parse_args(arguments[:split])
     logging.basicConfig(level="INFO")
+    for name, value in SHORT_HOPS.items():
+        os.environ.setdefault(name, value)
     ray.init(address=given.address or None, include_dashboard=False, log_to_driver=True)
     config = ClusterConfig(
         server_flags=tuple(arguments[split + 1 :]),

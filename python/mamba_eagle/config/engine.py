@@ -51,7 +51,7 @@ class EngineConfig(
         for flag, kind in self.quantizations.items():
             wrong += self.products_missing(flag, kind)
         wrong += self.sum_problems(self.device)
-        wrong += self.tier_problems(self, self)
+        wrong += self.tier_problems(self)
         wrong += self._inexact() if self.exact else []
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter and drafter.needs_folder and not self.speculative_draft_model_path:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from mamba_eagle.config.flags import Settings, setting
 from mamba_eagle.config.memory import MemorySettings
-from mamba_eagle.config.model import RankSettings
 
 GB = 1_000_000_000
 
@@ -34,7 +33,7 @@ class TierSettings(Settings):
     def disk_cache_bytes(self) -> int:
         return int(self.disk_cache_gb * GB) if self.cache_dir else 0
 
-    def tier_problems(self, memory: MemorySettings, ranks: RankSettings) -> list[str]:
+    def tier_problems(self, memory: MemorySettings) -> list[str]:
         wrong = []
         for flag, value in (
             ("--host-cache-gb", self.host_cache_gb),
@@ -47,10 +46,5 @@ class TierSettings(Settings):
         if self.cache_dir and not self.host_cache_gb:
             wrong.append(
                 "--cache-dir: what is read from it passes through host memory: add --host-cache-gb"
-            )
-        if self.cache_dir and ranks.num_ranks > 1:
-            wrong.append(
-                "--cache-dir: files of models that are split over ranks cannot be written yet; "
-                "use --host-cache-gb alone"
             )
         return wrong

@@ -153,10 +153,10 @@ def read_tokenizer(folder: str) -> str:
     if is_gguf(folder):
         # Imported here: few checkpoints need its packages.
         from mamba_eagle.gguf_files.file import open_gguf
-        from mamba_eagle.gguf_files.tokenizer import tokenizer_json as of_gguf
+        from mamba_eagle.gguf_files.tokenizer import rust_tokenizer
 
         try:
-            return of_gguf(open_gguf(folder))
+            return str(rust_tokenizer(open_gguf(folder)).to_str())
         except (OSError, ValueError) as error:
             raise NoVocabulary(str(error)) from None
     path = Path(folder, "tokenizer.json")

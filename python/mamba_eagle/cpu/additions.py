@@ -14,10 +14,10 @@ class CpuAddition(Addition):
     """``down`` lies with its ranks side by side, as the kernel adds them up, and what a slot holds
     at its beginning: of lines that are far apart the memory gives what lies between, too."""
 
-    def __init__(self, size: AdapterSize, first: int) -> None:
-        super().__init__(size, first)
+    def __init__(self, size: AdapterSize) -> None:
+        super().__init__(size)
         ADD.prepare()  # no request waits for it
-        slots, rank, inputs, outputs = size
+        slots, rank, inputs, outputs, first = size
         self.down = torch.zeros(slots, inputs, rank)
         self.up = torch.zeros(slots, rank, outputs)
         self.ranks = torch.zeros(slots, dtype=torch.int64)

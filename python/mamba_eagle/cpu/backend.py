@@ -20,7 +20,6 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
-from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.torch.accept import empty_truncated
@@ -42,7 +41,6 @@ from mamba_eagle.cpu.products.packed import MANY_ROWS, PromptProduct, float_prod
 from mamba_eagle.cpu.programs.drafts import draft_program
 from mamba_eagle.cpu.programs.prompts import MOST_TOKENS, PromptPrograms
 from mamba_eagle.cpu.programs.steps import target_program
-from mamba_eagle.cpu.rounding import CpuStochastic
 from mamba_eagle.cpu.spans.steps import BEST_OF, ENTER_ROOTS
 from mamba_eagle.cpu.state import CPU_SCHEMES, CpuDeferred, CpuStateless
 from mamba_eagle.cpu.threads import num_threads, parallel_forms
@@ -110,9 +108,6 @@ class CpuBackend(Backend):
         if not _has_kernels(config, pool):
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
-
-    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
-        return state_rounding(mode, dtype, table.seed, CpuStochastic)
 
     def saved_journals(
         self,
@@ -195,7 +190,7 @@ class CpuBackend(Backend):
         scheme: StateScheme,
         adapted: bool,
     ) -> StepProgram | None:
-        if not isinstance(scheme, CpuDeferred):
+        if not isinstance(scheme, CpuDeferred) or not scheme.has_journal:
             return None
         return target_program(target, kv, table, scheme, adapted)
 

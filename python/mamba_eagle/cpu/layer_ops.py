@@ -1,19 +1,18 @@
 """Layer operations on a CPU in float32: fused norms, and products with one copy of each weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
 from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multiplies
 from mamba_eagle.cpu.vector_math import sigmoid
-from mamba_eagle.layers.adapters import AdapterSize, Addition
-from mamba_eagle.layers.ops import Normed, Product
+from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions
+from mamba_eagle.layers.ops import LayerOps, Normed, Product
 from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
 from mamba_eagle.quantization.dense import DenseMatrix
@@ -23,7 +22,7 @@ from mamba_eagle.quantization.matrix import Matrix
 EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's gate
 
 
-class CpuOps(HostOps):
+class CpuOps(LayerOps):
     name = "numba"
 
     def __init__(self, product: Callable[[Tensor], PackedProduct] = float_product) -> None:
@@ -88,10 +87,10 @@ class CpuOps(HostOps):
     def pack_linear(self, weight: Tensor) -> Product | None:
         return self._product(weight)
 
-    def addition(
-        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
-    ) -> Addition:
-        return CpuAddition(size, first)
+    def additions(
+        self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
+    ) -> Additions:
+        return SeparateAdditions([CpuAddition(size) for size in sizes])
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()

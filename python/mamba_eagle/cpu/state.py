@@ -3,7 +3,6 @@
 The buffers are torch tensors; numpy views of them are created once, since kernels take arrays.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,7 +15,6 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
-from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.layers import FusedLayers
@@ -27,9 +25,12 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class CpuScheme(StateScheme):
-    """The common part of both schemes: the buffers as arrays, and the kernel call per layer.
-    Layouts are TreeLayouts of arrays."""
+class CpuDeferred(StateScheme):
+    """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone. Layouts are
+    TreeLayouts of arrays."""
+
+    has_journal = True
+    recurrent = True
 
     def __init__(
         self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -38,19 +39,26 @@ class CpuScheme(StateScheme):
         self.rows = RequestRows(config, size, table, pool)
         self._path, self._journal_len = self.rows.path.numpy(), self.rows.journal_len.numpy()
         self._processed, self._state_slot = table.processed.numpy(), table.state_slot.numpy()
-        self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
+        self._buffers: dict[int, cpu.Buffers] = {}  # by layer
         self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
+        self.recurrence = rows_of(config, size, self.rows.conv_in)
+        self._fused = FusedLayers(self)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
 
     def verify(self, layer: Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
-        cached = self._layers.get(layer.index)
-        if cached is None:
-            cached = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
         y = torch.empty(xbc.shape[0], self.config.inner_size)
-        inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
-        self._run(*inputs, layout, *cached, y.numpy())
+        (H, P, N), rows = self.config.state_shape, layout.journal.shape[1] + layout.rows.shape[1]
+        cpu.deferred_verify(
+            len(xbc) * H * P * (N + rows),  # at most
+            xbc.contiguous().numpy(),
+            dt.contiguous().numpy(),
+            layout,
+            layer_weights(layer),
+            self.buffers_of(layer.index),
+            y.numpy(),
+        )
         return y
 
     def keep_rows(
@@ -59,7 +67,6 @@ class CpuScheme(StateScheme):
         if self._kept is None or self._kept[0] is not kept:
             self._kept = (kept, [part.numpy() for part in kept])
         conv_in, kept_dt, feature, trail, processed = self._kept[1]
-        lengths, dt = self._newest()
         cpu.keep_rows(
             slots.numpy(),
             accepted.nodes.numpy(),
@@ -67,50 +74,21 @@ class CpuScheme(StateScheme):
             processed,
             trail,
             self._path,
-            lengths,
+            self._newest(),
             self.rows.history,
-            (self.rows.conv_in.numpy(), dt.numpy()),
+            (self.rows.conv_in.numpy(), self.recurrence.dt.numpy()),
             features.numpy(),
             (conv_in, kept_dt, feature),
         )
-
-    @abstractmethod
-    def _newest(self) -> tuple[np.ndarray, Tensor]:
-        """For ``keep_rows``: how many rows each path has, of which the last are the tokens accepted
-        last, [R]; and dt of all rows, [layers, R, W, H]."""
-
-    @abstractmethod
-    def _run(self, *arguments: Any) -> None:
-        """The layer's pass, with the arguments that its kernel takes."""
-
-    @abstractmethod
-    def _buffers(self, layer: int) -> Any:
-        """The layer's buffers, in the form that the kernel takes."""
-
-
-class CpuDeferred(CpuScheme):
-    """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
-
-    has_journal = True
-    recurrent = True
-
-    def __init__(
-        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
-    ) -> None:
-        super().__init__(config, size, table, pool)
-        self.recurrence = rows_of(config, size, self.rows.conv_in)
-        self._fused = FusedLayers(self)
 
     def run(
         self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
     ) -> Tensor | None:
         return self._fused.run(layers, hidden, ctx, layout)
 
-    def buffers_of(self, layer: Mixer) -> cpu.Buffers:
-        return self._buffers(layer.index)
-
-    def weights_of(self, layer: Mixer) -> cpu.LayerWeights:
-        return layer_weights(layer)
+    def _newest(self) -> np.ndarray:
+        """How many rows each path has, of which the last are the tokens accepted last: [R]."""
+        return self._journal_len
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         lengths = self.rows.journal_len[slots]
@@ -156,9 +134,6 @@ class CpuDeferred(CpuScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
-    def _newest(self) -> tuple[np.ndarray, Tensor]:
-        return self._journal_len, self.recurrence.dt
-
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         layout = self._layout(slots.numpy(), lanes, None)
         return TreeLayout(*(None if part is None else torch.from_numpy(part) for part in layout))
@@ -193,18 +168,12 @@ class CpuDeferred(CpuScheme):
         )
         return layout
 
-    def _run(self, *arguments: Any) -> None:
-        xbc, _, nodes = arguments[:3]
-        (H, P, N), seen = (
-            self.config.state_shape,
-            nodes.journal.shape[1] + nodes.rows.shape[1],
-        )  # at most
-        work = len(xbc) * H * P * (N + seen)
-        cpu.deferred_verify(work, *arguments)
-
-    def _buffers(self, layer: int) -> cpu.Buffers:
-        parts = (self.rows.conv_in[layer], *layer_rows(self.recurrence, layer))
-        return cpu.Buffers(*(part.numpy() for part in (*parts, self.pool.ssm[layer])))
+    def buffers_of(self, layer: int) -> cpu.Buffers:
+        if layer not in self._buffers:
+            parts = (self.rows.conv_in[layer], *layer_rows(self.recurrence, layer))
+            own = (part.numpy() for part in (*parts, self.pool.ssm[layer]))
+            self._buffers[layer] = cpu.Buffers(*own)
+        return self._buffers[layer]
 
     def _fold(self, slots: np.ndarray, lengths: np.ndarray) -> None:
         """Write the states after the first ``lengths`` [f] tokens of the journals to the state
@@ -212,7 +181,7 @@ class CpuDeferred(CpuScheme):
         history, state_slots = self.rows.history, self._state_slot[slots]
         work = int(lengths.sum()) * prod(self.config.state_shape)
         for layer in range(self.size.layers):
-            buffers = self._buffers(layer)
+            buffers = self.buffers_of(layer)
             cpu.fold(work, slots, lengths, self._path, state_slots, history, buffers)
         cpu.empty_journals(slots, lengths, *self._kept_by_slot())
 
@@ -225,6 +194,21 @@ class CpuDeferred(CpuScheme):
     @property
     def num_bytes(self) -> int:
         return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+
+
+class CpuSnapshot(CpuDeferred):
+    """Journals are folded as they are made: between steps there are states alone, as with a state
+    per node, which would be written for every node and not for the accepted ones."""
+
+    has_journal = False
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        super().accept(layout, accepted, features)
+        self._accepted = self._journal_len.copy()
+        self._fold(layout.slots, self._accepted[layout.slots])
+
+    def _newest(self) -> np.ndarray:
+        return self._accepted
 
 
 def rows_of(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> RowBuffers:
@@ -250,72 +234,6 @@ class CpuStateless(StatelessScheme):
         self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
     ) -> Tensor | None:
         return self._fused.run(layers, hidden, ctx, layout)
-
-
-class CpuSnapshot(CpuScheme):
-    """One full state per node. Node i uses row i, and between steps the journal is empty."""
-
-    def __init__(
-        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
-    ) -> None:
-        super().__init__(config, size, table, pool)
-        self.node_states = make_node_states(self.rows, pool)
-        self.dt = gate_rows(config, size, self.rows.conv_in)
-        self._accepted = np.zeros_like(
-            self._journal_len
-        )  # by request slot: tokens of its last step
-
-    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is always 0: the states already include all accepted tokens."""
-        self.rows.store_history(slots, state_slots)
-
-    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
-        b, nodes = tree.parents.shape
-        host_slots, history = slots.numpy(), self.rows.history
-        return TreeLayout(
-            slots=host_slots,
-            state_slots=self._state_slot[host_slots],
-            journal=np.empty((b, 0), np.int64),
-            journal_len=np.zeros(b, np.int64),
-            rows=np.tile(np.arange(nodes), (b, 1)),
-            parents=tree.parents.numpy(),
-            ancestors=None,
-            tail=np.tile(np.arange(history), (b, 1)),
-        )
-
-    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
-        nodes, count = accepted.nodes.numpy(), accepted.count.numpy()
-        cpu.commit_snapshots(
-            layout.slots,
-            nodes,
-            count,
-            features.flatten(0, 1).numpy(),
-            layout.state_slots,
-            self.node_states.numpy(),
-            self.pool.ssm.numpy(),
-            self.pool.feature.numpy(),
-        )
-        history = self.rows.history
-        self._path[layout.slots, history : history + nodes.shape[1]] = nodes + history
-        self._accepted[layout.slots] = count
-        cpu.move_history(layout.slots, count, self._path, history, self.rows.conv_in.numpy())
-
-    def folded(self, slots: Tensor) -> Tensor:
-        return self.table.processed[slots]
-
-    def _newest(self) -> tuple[np.ndarray, Tensor]:
-        return self._accepted, self.dt
-
-    def _run(self, *arguments: Any) -> None:
-        cpu.snapshot_verify(*arguments)
-
-    def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
-        own = (self.rows.conv_in, self.dt, self.node_states, self.pool.ssm)
-        return cpu.SnapshotBuffers(*(part[layer].numpy() for part in own))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes
 
 
 CPU_SCHEMES = {"deferred": CpuDeferred, "snapshot": CpuSnapshot}

@@ -73,6 +73,5 @@ class EagleSource(FolderSource):
     def make(self, parts: DraftParts) -> Drafter:
         head = self.load(parts)
         assert isinstance(head, EagleHead)
-        # a scale of the logits would have to be copied, too
-        output = rounded_head(parts) if parts.target.logits_scale == 1.0 else None
-        return ModelDrafter(EagleNetwork(head, parts.target, output), self.columns(parts), parts)
+        network = EagleNetwork(head, parts.target, rounded_head(parts))
+        return ModelDrafter(network, self.columns(parts), parts)

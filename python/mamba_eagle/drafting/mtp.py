@@ -11,7 +11,9 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.rounded_head import rounded_head
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
@@ -36,8 +38,11 @@ class MtpNetwork(DraftNetwork):
     A single module drafts at all depths, because it reads its own output.
     """
 
-    def __init__(self, head: MtpHead | QwenMtpHead, target: CausalLM) -> None:
-        self.head, self.target, self.config = head, target, head.config
+    def __init__(
+        self, head: MtpHead | QwenMtpHead, target: CausalLM, output: Linear | None = None
+    ) -> None:
+        """output: what makes logits; None: the target's lm_head."""
+        self.head, self.target, self.output, self.config = head, target, output, head.config
         size, modules = head.config.hidden_size, head.num_modules
         self.size = self.feature_size = size
         self.output_size = modules * size
@@ -69,7 +74,8 @@ class MtpNetwork(DraftNetwork):
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         module = 0 if self.max_depth is None else depth
-        return self.target.raw_logits(self._of(module, outputs))
+        own = self._of(module, outputs)
+        return self.target.raw_logits(own) if self.output is None else self.output(own)
 
     def _of(self, module: int, outputs: Tensor) -> Tensor:
         """The columns of one module: [n, K * size] -> [n, size]."""
@@ -77,7 +83,8 @@ class MtpNetwork(DraftNetwork):
 
     @property
     def num_bytes(self) -> int:
-        return weight_bytes(self.head)
+        output = 0 if self.output is None else weight_bytes(self.output)
+        return weight_bytes(self.head) + output
 
 
 class MtpSource(FolderSource):
@@ -114,4 +121,5 @@ class MtpSource(FolderSource):
     def make(self, parts: DraftParts) -> Drafter:
         head = self.load(parts)
         assert isinstance(head, MtpHead | QwenMtpHead)
-        return ModelDrafter(MtpNetwork(head, parts.target), self.columns(parts), parts)
+        network = MtpNetwork(head, parts.target, rounded_head(parts))
+        return ModelDrafter(network, self.columns(parts), parts)

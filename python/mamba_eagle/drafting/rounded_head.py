@@ -1,35 +1,58 @@
 """The target's lm_head for drafts, in a drafter's fewer bits.
 
-Half of what a depth of an EAGLE head reads is the target's lm_head. A copy of it in eight bits
-changes which tokens are drafted, rarely, and no text.
+Half of what a depth of an EAGLE head reads is the target's lm_head, and nearly all with a large
+vocabulary. A copy of it in eight bits changes which tokens are drafted, rarely, and no text.
 """
+
+from collections.abc import Callable
 
 from mamba_eagle.config import ON_A_CPU
 from mamba_eagle.drafting.base import DraftParts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
-from mamba_eagle.quantization.grouped import GROUP, GroupedMatrix, int8_groups
+from mamba_eagle.layers.weights import MatrixLayer
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.quantization.grouped import GROUP, int8_groups
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
 
 ROWS_AT_ONCE = 8192  # that are in memory as float32
 
 
 def rounded_head(parts: DraftParts) -> Linear | None:
-    """None: drafts read the target's own, as the drafter's weights have no fewer bits, or ranks
-    share the vocabulary."""
-    config, head = parts.config, parts.target.lm_head
-    mode, weight = config.speculative_draft_model_quantization, head.matrix
-    if mode not in ON_A_CPU or parts.group.size > 1 or head.bias is not None:
+    """In int8 on a CPU if the drafter's weights are, in float8 on a GPU if the target's are. None:
+    drafts read the target's own, also if ranks share the vocabulary or logits are scaled."""
+    target, mode = parts.target, parts.config.speculative_draft_model_quantization
+    head = target.lm_head
+    stored = head.matrix
+    if parts.group.size > 1 or head.bias is not None or target.logits_scale != 1.0:
         return None
-    if not isinstance(weight, PackedMatrix) or weight.few_bits or weight.shape[1] % GROUP:
-        return None
-    outputs = weight.shape[0]
-    rounded = GroupedMatrix.join(
-        [
-            int8_groups(weight.narrow(-2, begin, min(ROWS_AT_ONCE, outputs - begin)).dequantize())
-            for begin in range(0, outputs, ROWS_AT_ONCE)
-        ]
-    )
-    assert rounded is not None
-    own = Linear.of(rounded, head.weight.dtype)
+    if mode in ON_A_CPU and isinstance(stored, PackedMatrix):
+        if stored.few_bits or stored.shape[1] % GROUP:
+            return None
+        return _prepared(
+            parts, lambda begin, rows: int8_groups(stored.narrow(-2, begin, rows).dequantize())
+        )
+    if stored is None and in_float8(target) and not parts.backend.place.on_host:
+        weight = head.weight.detach()
+        return _prepared(parts, lambda begin, rows: quantized(weight.narrow(-2, begin, rows)))
+    return None
+
+
+def in_float8(target: CausalLM) -> bool:
+    layers = (layer for layer in target.modules() if isinstance(layer, MatrixLayer))
+    held = (matrix for layer in layers for matrix in layer.matrices.values())
+    return any(isinstance(matrix, Float8Matrix) for matrix in held)
+
+
+def _prepared(parts: DraftParts, rounded: Callable[[int, int], Matrix]) -> Linear:
+    """rounded: begin, number -> these rows of lm_head."""
+    outputs, dtype = parts.target.lm_head.weight.shape[0], parts.target.lm_head.weight.dtype
+    pieces = [
+        rounded(begin, min(ROWS_AT_ONCE, outputs - begin))
+        for begin in range(0, outputs, ROWS_AT_ONCE)
+    ]
+    whole = type(pieces[0]).join(pieces)
+    assert whole is not None
+    own = Linear.of(whole, dtype)
     own.prepare(parts.backend.layer_ops)
     return own

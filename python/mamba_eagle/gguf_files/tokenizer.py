@@ -1,15 +1,19 @@
-"""A GGUF file's vocabulary as a tokenizer.json (https://huggingface.co/docs/tokenizers).
+"""The tokenizer of a GGUF file, as transformers would have loaded it from the checkpoint.
 
 Byte-level BPE (``gpt2``) splits texts by a pattern that the file only names; what a name stands
 for is taken from ``src/llama-vocab.cpp`` of llama.cpp. SentencePiece (``llama``) has scores instead
 of merges, from which the merges follow.
 """
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from mamba_eagle.gguf_files.file import GgufFile
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from mamba_eagle.gguf_files.file import GgufFile, open_gguf
 from mamba_eagle.gguf_files.tokens import (
     BYTE,
     CONTROL,
@@ -61,25 +65,44 @@ SPLITTINGS: dict[str, Splitting] = {
 }
 
 
-def tokenizer_json(file: GgufFile) -> str:
-    """The text of a tokenizer.json.
+def fast_tokenizer(path: str | Path) -> Any:
+    """A fast tokenizer of transformers, with the file's chat template.
 
-    Raises: UnsupportedModel naming a kind of vocabulary, or of splitting, that is not supported.
+    Raises: UnsupportedModel, OSError
     """
+    # Imported here: it takes seconds, and grammars need the Rust tokenizer alone.
+    from transformers import PreTrainedTokenizerFast
+
+    file = open_gguf(path)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=rust_tokenizer(file),
+        clean_up_tokenization_spaces=False,
+        **special_texts(file),
+    )
+    made.chat_template = chat_template(file)
+    return made
+
+
+def rust_tokenizer(file: GgufFile) -> Tokenizer:
+    """Raises: UnsupportedModel naming a kind of vocabulary, or of splitting, that is not
+    supported."""
     kind = file.metadata.get("tokenizer.ggml.model", "none")
     if kind not in KINDS:
         raise UnsupportedModel(
             f"{file.path} has a vocabulary of the kind {kind!r:.200}; known: {sorted(KINDS)}. "
             "Name the model's own with --tokenizer-path"
         )
-    values = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(file),
-        **KINDS[kind](file),
-    }
-    return json.dumps(values, ensure_ascii=False)
+    made = KINDS[kind](file)
+    types = token_types(file)
+    # what is found in a text before it is split
+    made.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=types[number] != USER_DEFINED)
+            for number, text in enumerate(token_texts(file))
+            if types[number] in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+    )
+    return made
 
 
 def special_texts(file: GgufFile) -> dict[str, str]:
@@ -108,75 +131,29 @@ def chat_template(file: GgufFile) -> str | dict[str, str] | None:
     return {**({"default": default} if default else {}), **named}
 
 
-def _added(file: GgufFile) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is split."""
-    types = token_types(file)
-    return [
-        {
-            "id": number,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": types[number] != USER_DEFINED,
-        }
-        for number, text in enumerate(token_texts(file))
-        if types[number] in (CONTROL, USER_DEFINED, UNKNOWN)
-    ]
-
-
-def _byte_level(file: GgufFile) -> dict[str, Any]:
+def _byte_level(file: GgufFile) -> Tokenizer:
     name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITTINGS:
         raise UnsupportedModel(
             f"{file.path}: tokenizer.ggml.pre {name!r:.200} is not supported; known: "
             f"{sorted(SPLITTINGS)}. Name the model's own tokenizer with --tokenizer-path"
         )
-    merges = file.metadata.get("tokenizer.ggml.merges")
-    if merges is None:
-        raise UnsupportedModel(
-            f"{file.path} lacks tokenizer.ggml.merges; name the model's own tokenizer with "
-            "--tokenizer-path"
-        )
     splitting = SPLITTINGS[name]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    splits = [
-        {
-            "type": "Split",
-            "pattern": {"Regex": pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        for pattern in splitting.patterns
-    ]
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [*splits, {**level, "use_regex": False}],
-        },
-        "post_processor": _frame(file, splitting.bos),
-        "decoder": {**level, "use_regex": False},
-        "model": _bpe(
-            file,
-            [merge.split(" ", 1) for merge in merges],
-            ignore_merges=splitting.whole_words,
-        ),
-    }
+    merges = [tuple(merge.split(" ", 1)) for merge in _needed(file, "merges")]
+    made = Tokenizer(BPE(_vocabulary(file), merges, ignore_merges=splitting.whole_words))
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in splitting.patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+    made.decoder = decoders.ByteLevel()
+    _frame(made, file, splitting.bos)
+    return made
 
 
-def _sentence_piece(file: GgufFile) -> dict[str, Any]:
+def _sentence_piece(file: GgufFile) -> Tokenizer:
     # Imported here: it takes a second, and few files need it.
     from transformers.convert_slow_tokenizer import generate_merges
 
-    tokens = token_texts(file)
-    scores = file.metadata.get("tokenizer.ggml.scores")
-    if scores is None:
-        raise UnsupportedModel(
-            f"{file.path} lacks tokenizer.ggml.scores; name the model's own tokenizer with "
-            "--tokenizer-path"
-        )
+    tokens, scores = token_texts(file), _needed(file, "scores")
     types, unknown = token_types(file), special_id(file, "unknown")
     words = {
         text: number
@@ -184,86 +161,57 @@ def _sentence_piece(file: GgufFile) -> dict[str, Any]:
         if types[number] not in (CONTROL, UNKNOWN, BYTE, UNUSED)
     }
     merges = generate_merges(words, {text: scores[number] for text, number in words.items()})
+    unk_token = None if unknown is None else tokens[unknown]
+    made = Tokenizer(
+        BPE(_vocabulary(file), merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+    )
     prefixed = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    prefix = [{"type": "Prepend", "prepend": "▁"}] if prefixed else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
-        "pre_tokenizer": None,
-        "post_processor": _frame(file, bos=True),
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *strip,
-            ],
-        },
-        "model": _bpe(
-            file,
-            [list(pair) for pair in merges],
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        ),
-    }
+    prefix = [normalizers.Prepend("▁")] if prefixed else []
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    _frame(made, file, bos=True)
+    return made
 
 
-KINDS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+KINDS: dict[str, Callable[[GgufFile], Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
 }
 
 
-def _bpe(file: GgufFile, merges: list[list[str]], **options: Any) -> dict[str, Any]:
+def _needed(file: GgufFile, key: str) -> list[Any]:
+    values: list[Any] | None = file.metadata.get(f"tokenizer.ggml.{key}")
+    if values is None:
+        raise UnsupportedModel(
+            f"{file.path} lacks tokenizer.ggml.{key}; name the model's own tokenizer with "
+            "--tokenizer-path"
+        )
+    return values
+
+
+def _vocabulary(file: GgufFile) -> dict[str, int]:
+    """Without what pads it to a round number."""
     types = token_types(file)
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        # what pads a vocabulary to a round number is not a token
-        "vocab": {
-            text: number for number, text in enumerate(token_texts(file)) if types[number] != UNUSED
-        },
-        "merges": merges,
-        **options,
-    }
+    texts = enumerate(token_texts(file))
+    return {text: number for number, text in texts if types[number] != UNUSED}
 
 
-def _frame(file: GgufFile, bos: bool) -> dict[str, Any] | None:
+def _frame(made: Tokenizer, file: GgufFile, bos: bool) -> None:
     """The tokens around each text. bos: whether it begins with one if the file does not say."""
     tokens = token_texts(file)
     around = {
-        "bos": bool(file.metadata.get("tokenizer.ggml.add_bos_token", bos)),
-        "eos": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
+        "bos": file.metadata.get("tokenizer.ggml.add_bos_token", bos),
+        "eos": file.metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     ids = {role: special_id(file, role) for role, wanted in around.items() if wanted}
-    known = {role: number for role, number in ids.items() if number is not None}
-    if not known:
-        return None
-
-    def special(role: str, segment: int) -> list[dict[str, Any]]:
-        if role not in known:
-            return []
-        return [{"SpecialToken": {"id": tokens[known[role]], "type_id": segment}}]
-
-    def framed(name: str, segment: int) -> list[dict[str, Any]]:
-        text = [{"Sequence": {"id": name, "type_id": segment}}]
-        return [*special("bos", segment), *text, *special("eos", segment)]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": framed("A", 0),
-        "pair": framed("A", 0) + framed("B", 1),
-        "special_tokens": {
-            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
-            for number in known.values()
-        },
-    }
+    known = {role: (tokens[number], number) for role, number in ids.items() if number is not None}
+    if known:
+        begin, end = ([known[role][0]] if role in known else [] for role in ("bos", "eos"))
+        one, other = ([*begin, text, *end] for text in ("$A", "$B"))
+        second = [f"{part}:1" for part in other]
+        made.post_processor = TemplateProcessing(
+            single=one, pair=[*one, *second], special_tokens=list(known.values())
+        )

@@ -162,6 +162,23 @@ def previous_done(OVERLAP: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def fetch_ahead(rows, first, columns, LINES: tl.constexpr):
+    """Fetch ``LINES`` times 128 bytes of each row, from column ``first`` on, into the L2 cache:
+    what the kernel before does not write, before it has ended. rows: pointers [ROWS, 1]."""
+    if LINES > 0:
+        width: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(first + width * tl.arange(0, LINES), columns - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(rows + line[None, :]).to(tl.int64)],
+            tl.int32,
+            False,
+            1,
+        )
+
+
 # ── rows in registers ──
 
 

@@ -5,7 +5,7 @@ slot a row reads is said around a pass (``reading``), so a pass without adapters
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mamba_eagle.kernels.float8.torch import Rounded, widened
 
 _slots: ContextVar[Tensor | None] = ContextVar("slots", default=None)
 
@@ -40,23 +42,19 @@ class AdapterSize(NamedTuple):
     rank: int  # the highest
     inputs: int
     outputs: int
+    first: int  # of the product's outputs, the first that is this matrix's
 
 
-class Addition(ABC):
-    """The slots of one matrix, whose outputs are those from ``first`` on of a product."""
+class MatrixSlots(ABC):
+    """The slots of one matrix."""
 
-    def __init__(self, size: AdapterSize, first: int) -> None:
-        self.size, self.first = size, first
+    def __init__(self, size: AdapterSize) -> None:
+        self.size = size
 
     @abstractmethod
     def put(self, slot: int, down: Tensor, up: Tensor) -> None:
         """An adapter's matrices for a slot, where they overwrite what was there: down [r, in], up
         [out, r], with the scale in it. r = 0: it adds nothing to this matrix."""
-
-    @abstractmethod
-    def __call__(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
-        """Add to y [n, ≥ first + out] what each row's slot makes of x [n, in]. Rows without one
-        keep their values."""
 
     @property
     @abstractmethod
@@ -64,16 +62,44 @@ class Addition(ABC):
         """Of all slots."""
 
 
-class StackedAddition(Addition):
-    """All slots as two products, of which each row keeps what its own slot makes: on a GPU a step
-    reads the slots once, and their number decides the time, not how rows are spread over them. It
-    asks the host nothing, so that steps can be captured."""
+class Additions(ABC):
+    """The slots of all matrices that are one product."""
 
-    def __init__(
-        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(size, first)
-        slots, rank, inputs, outputs = size
+    sizes: tuple[int, ...] = ()  # numbers of tokens that between them need every kernel
+
+    def __init__(self, parts: Sequence[MatrixSlots]) -> None:
+        self.parts = parts
+
+    @abstractmethod
+    def __call__(self, y: Tensor, x: Tensor | Rounded, slots: Tensor) -> None:
+        """Add to y [n, out], which was just made of x [n, in], what each row's slot makes of x.
+        Rows without one keep their values."""
+
+
+class Addition(MatrixSlots):
+    """A matrix whose slots are multiplied without others'."""
+
+    @abstractmethod
+    def __call__(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
+        """To y [n, ≥ first + out] of x [n, in], as ``Additions`` do."""
+
+
+class SeparateAdditions(Additions):
+    parts: Sequence[Addition]
+
+    def __call__(self, y: Tensor, x: Tensor | Rounded, slots: Tensor) -> None:
+        given = widened(x).to(y.dtype) if isinstance(x, Rounded) else x
+        for part in self.parts:
+            part(y, given, slots)
+
+
+class StackedAddition(Addition):
+    """All slots as two products, of which each row keeps what its own slot makes: the number of
+    slots decides the time, not how rows are spread over them. It asks the host nothing."""
+
+    def __init__(self, size: AdapterSize, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size)
+        slots, rank, inputs, outputs, self.first = size
         self.down = torch.zeros(slots, rank, inputs, dtype=dtype, device=device)
         self.up = torch.zeros(slots, rank, outputs, dtype=dtype, device=device)
         self.numbers = torch.arange(slots, device=device)

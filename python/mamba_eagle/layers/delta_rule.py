@@ -197,12 +197,7 @@ class GatedDeltaNet(DeltaRule):
 
     def channel_spans(self, own: Heads) -> tuple[Span, ...]:
         """A rank's queries, keys and values among all channels."""
-        c = self.config
-        queries = own.group_channels(c.state_size)
-        keys = own.group_channels(c.state_size, c.key_size)
-        values = own.channels(c.head_dim)
-        first = 2 * c.key_size
-        return (*queries, *keys, Span(first + values.begin, first + values.end))
+        return own.spans(self.config.channel_widths, self.config)
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own = recurrent_heads(shard, self.config)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding, widened
-from mamba_eagle.layers.adapters import Addition, slots_of_rows
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.layers.adapters import Additions, slots_of_rows
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.products import (
     MatrixProduct,
@@ -48,7 +48,7 @@ class Linear(MatrixLayer):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.is_part = False  # whether a fused product replaces this one
         self.within: Within | None = None  # that product
-        self.additions: list[Addition] = []  # of adapters, where they may have something to add
+        self.additions: Additions | None = None  # of adapters, where they may add something
         self._parts: list[Linear] = []  # those that this one replaces
         self.rounding: Rounding | None = None  # how a layer before it may round its inputs
         self._packed: Callable[[Any, Tensor | None], Tensor] | None = None
@@ -150,10 +150,8 @@ class Linear(MatrixLayer):
         else:
             assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
             y = F.linear(x, self.weight, self.bias)
-        if self.additions and (slots := slots_of_rows()) is not None:
-            given = widened(x).to(y.dtype) if isinstance(x, Rounded) else x
-            for added in self.additions:
-                added(y, given, slots)
+        if self.additions is not None and (slots := slots_of_rows()) is not None:
+            self.additions(y, x, slots)
         return y
 
     def rehearse(self, device: torch.device) -> None:

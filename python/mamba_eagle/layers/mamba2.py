@@ -59,11 +59,8 @@ class Mamba2Mixer(Recurrent):
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         c, own = self.config, recurrent_heads(shard, self.config)
-        inner, state = c.inner_size, c.num_groups * c.state_size
-        x, heads = own.channels(c.head_dim), own.heads
-        xbc = (x, *own.group_channels(c.state_size, inner))
-        xbc = (*xbc, *own.group_channels(c.state_size, inner + state))
-        dt = inner + c.conv_dim
+        x, heads, xbc = own.channels(c.head_dim), own.heads, own.spans(c.channel_widths, c)
+        inner, dt = c.inner_size, c.inner_size + c.conv_dim
         projected = rows(
             x,
             *(Span(inner + begin, inner + end) for begin, end in xbc),

@@ -46,6 +46,12 @@ class Router(Layer):
         if self._fused is None:
             self._packed = ops.pack_linear(self.weight.detach())
 
+    def take_along(self, row: Linear) -> None:
+        """Multiply by ``row`` [1, hidden_size], too, if a kernel chooses: ``Routes.share``."""
+        if self._fused is not None and row.matrix is None and row.bias is None:
+            weights = self.weight.detach(), self.choice, row.weight.detach()
+            self._fused = self._ops.pack_router(*weights)
+
     def forward(self, hidden: Tensor) -> Routes:
         seen = None if self.seen is None else self.seen[: len(hidden)]
         if self._fused is not None:
@@ -57,7 +63,7 @@ class Router(Layer):
             if seen is not None and not self.forced:
                 seen.copy_(routes.experts)
         if self.forced and seen is not None:
-            routes = Routes(seen.to(routes.experts.dtype), routes.weights)
+            routes = routes._replace(experts=seen.to(routes.experts.dtype))
         return routes
 
     def watch(self, kind: str, tokens: int, seed: int) -> None:
@@ -292,10 +298,11 @@ class GatedSharedMoE(Mixture):
 
     def connect(self) -> None:
         self.experts.share(*self.shared_expert.products)
+        self.gate.take_along(self.shared_expert_gate)
 
     def forward(self, hidden: Tensor) -> Tensor:
         routes = self.gate(hidden)
-        share = self.shared_expert_gate(hidden)
+        share = self.shared_expert_gate(hidden) if routes.share is None else routes.share
         if self.experts.fused is not None:
             return self.experts.fused(hidden, routes, lambda: self.shared_expert(hidden), share)
         shared = self._ops.gate_by_sigmoid(self.shared_expert(hidden), share)

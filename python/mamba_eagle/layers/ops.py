@@ -7,7 +7,7 @@ Before that, layers use ``TORCH``, which is differentiable and the reference.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +20,12 @@ from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm, head_norm
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
-from mamba_eagle.layers.adapters import AdapterSize, Addition, StackedAddition
+from mamba_eagle.layers.adapters import (
+    AdapterSize,
+    Additions,
+    SeparateAdditions,
+    StackedAddition,
+)
 from mamba_eagle.layers.products import (
     ExpertLayer,
     Float8Experts,
@@ -214,8 +219,11 @@ class LayerOps:
         Experts."""
         return None
 
-    def pack_router(self, weight: Tensor, choice: Choice) -> FusedRouter | None:
-        """Routes by the router's weight [E, size]; None as above."""
+    def pack_router(
+        self, weight: Tensor, choice: Choice, beside: Tensor | None = None
+    ) -> FusedRouter | None:
+        """Routes by the router's weight [E, size]; None as above. beside: [1, size], whose product
+        is ``Routes.share``."""
         return None
 
     def pack_linear(self, weight: Tensor) -> Product | None:
@@ -223,11 +231,12 @@ class LayerOps:
         the backend has none."""
         return None
 
-    def addition(
-        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
-    ) -> Addition:
-        """The slots of adapters of one matrix, all empty. first, dtype: as its product's."""
-        return StackedAddition(size, first, dtype, device)
+    def additions(
+        self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
+    ) -> Additions:
+        """The slots of adapters of the matrices of one product, side by side, all empty. dtype: the
+        product's."""
+        return SeparateAdditions([StackedAddition(size, dtype, device) for size in sizes])
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         """The weight [vocab_size, size] in the shortest dtype that loses nothing, which rows are

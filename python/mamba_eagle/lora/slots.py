@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.layers.adapters import AdapterSize, Addition, reading
+from mamba_eagle.kernels.float8.torch import rounded
+from mamba_eagle.layers.adapters import AdapterSize, MatrixSlots, reading
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
@@ -71,14 +72,18 @@ class AdapterSlots:
         self.cuts = {} if split is None else split.cuts
         self.places = None if split is None else split.places(model)
         self.sizes = {name: part.weight.shape for name, part in adaptable(self.whole).items()}
-        self.additions: dict[str, Addition] = {}
+        self.additions: dict[str, MatrixSlots] = {}
+        self.products: list[Linear] = []  # those with additions
+        within: dict[Linear, dict[str, AdapterSize]] = {}
         for name, part in adaptable(model).items() if num_slots else ():
             outputs, inputs = part.weight.shape
             product, first = part.within or (part, 0)
-            size = AdapterSize(num_slots, max_rank, inputs, outputs)
-            added = ops.addition(size, first, model.dtype, device)
-            self.additions[name] = added
-            product.additions.append(added)
+            size = AdapterSize(num_slots, max_rank, inputs, outputs, first)
+            within.setdefault(product, {})[name] = size
+        for product, sizes in within.items():
+            product.additions = ops.additions(list(sizes.values()), model.dtype, device)
+            self.additions.update(zip(sizes, product.additions.parts))
+            self.products.append(product)
         self._kept: dict[int, HostAdapter] = {}
         self._of_request = [-1] * requests
         self._of_request_on_device = torch.full((requests,), -1, device=device)
@@ -175,8 +180,25 @@ class AdapterSlots:
         return any(self._of_request[request] >= 0 for request in requests)
 
     @contextmanager
-    def over(self, requests: Tensor, each: int | Tensor) -> Iterator[None]:
+    def over(self, requests: Tensor, each: int | Tensor, rows: int | None = None) -> Iterator[None]:
         """Within, the rows of a pass have the adapters of their requests: ``each`` rows of every
-        one of ``requests`` [b]; int64."""
-        with reading(self._of_request_on_device[requests].repeat_interleave(each)):
+        one of ``requests`` [b]; int64. rows: of all requests; None: wait for the device's sum."""
+        slots = self._of_request_on_device[requests]
+        with reading(slots.repeat_interleave(each, output_size=rows)):
             yield
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launch all kernels once that additions can need."""
+        for product in self.products:
+            assert product.additions is not None
+            outputs, inputs = product.weight.shape
+            for n in product.additions.sizes:
+                y, x = (
+                    torch.zeros(n, size, dtype=self.dtype, device=self.device)
+                    for size in (outputs, inputs)
+                )
+                slots = torch.zeros(n, dtype=torch.int64, device=self.device)
+                product.additions(y, x, slots)
+                if product.rounding is not None:
+                    product.additions(y, rounded(x, product.rounding), slots)

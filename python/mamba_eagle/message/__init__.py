@@ -571,7 +571,7 @@ class Plan(Message):
     adapters: list[AdapterCopy] = []  # to slots that no request reads now
     end_trails: list[int] = []  # request slots whose output is no longer kept
     copies: list[TierCopy] = []
-    arrived: list[int] = []  # copies whose blocks this plan and later ones may use
+    arrived: list[int] = []  # copies that have ended: this plan and later ones may use their blocks
     empties_disk: bool = False  # the disk tier forgets all, before any copy
     moves: list[AnchorMove] = []
     prefill: list[PrefillItem] = []

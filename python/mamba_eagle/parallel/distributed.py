@@ -54,17 +54,21 @@ class ProcessGroup(Group):
     """A group of torch.distributed, of all ranks or of some."""
 
     def __init__(
-        self, shard: Shard, device: torch.device, ranks: Sequence[Sequence[int]] = ()
+        self,
+        shard: Shard,
+        device: torch.device,
+        ranks: Sequence[Sequence[int]] = (),
+        backend: str | None = None,
     ) -> None:
         """ranks: those of this group and of all others that are made at the same time, each rank in
         one of them; all ranks make them together. shard: of this rank in its own. Without them:
-        all ranks."""
+        all ranks. backend: torch's, if it is not what the ranks have met by."""
         super().__init__(shard, device)
         self.ranks, self.group = list(range(shard.size)), None
         # messages on their way, oldest first
         self.posted: dict[Channel, deque[tuple[Any, Tensor]]] = {each: deque() for each in Channel}
         for members in ranks:
-            made = dist.new_group(list(members))
+            made = dist.new_group(list(members), backend=backend)
             if dist.get_rank() in members:
                 self.ranks, self.group = list(members), made
         # The first operations make the connections, which no captured graph could.
@@ -137,6 +141,15 @@ class ProcessGroup(Group):
             return room
         tag = 0 if self.device.type == "cuda" else Channel.HIDDEN  # NCCL has no tags
         dist.recv(room, src=self.ranks[self.rank - 1], group=self.group, tag=tag)
+        return room
+
+    def _collect(self, x: Tensor) -> list[Tensor] | None:
+        every = [torch.empty_like(x) for _ in self.ranks] if self.rank == 0 else None
+        dist.gather(x, every, dst=self.ranks[0], group=self.group)
+        return every
+
+    def _hand_out(self, parts: list[Tensor] | None, room: Tensor) -> Tensor:
+        dist.scatter(room, parts, src=self.ranks[0], group=self.group)
         return room
 
     def _post(self, x: Tensor, rank: int, channel: Channel) -> None:

@@ -148,6 +148,17 @@ class Group(ABC):
             return self._window.take(room)
         return room.zero_() if self._quiet else self._take(room)
 
+    def collect(self, x: Tensor) -> list[Tensor] | None:
+        """All ranks' tensors, on rank 0; None elsewhere."""
+        return [x] if self._quiet else self._collect(x)
+
+    def hand_out(self, parts: list[Tensor] | None, room: Tensor) -> Tensor:
+        """This rank's of the tensors that rank 0 has for each, elsewhere None. room: of the shape
+        and dtype of all of them; may be overwritten."""
+        if self._quiet:
+            return room if parts is None else parts[0]
+        return self._hand_out(parts, room)
+
     @abstractmethod
     def _sum(self, x: Tensor) -> Tensor: ...
 
@@ -168,6 +179,12 @@ class Group(ABC):
 
     @abstractmethod
     def _take(self, room: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _collect(self, x: Tensor) -> list[Tensor] | None: ...
+
+    @abstractmethod
+    def _hand_out(self, parts: list[Tensor] | None, room: Tensor) -> Tensor: ...
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over ranks; waits for the device."""
@@ -193,6 +210,7 @@ class Alone(Group):
         raise AssertionError("a single rank is always quiet")
 
     _sum = _max = _gather = _from_first = _from_last = _hand_on = _take = _exchange
+    _collect = _hand_out = _exchange
 
     def close(self) -> None: ...
 

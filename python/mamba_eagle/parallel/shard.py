@@ -4,6 +4,7 @@ A rank's model is a smaller model: ``local`` gives its config, and mixers, kerne
 sizes from that alone. Docs: docs/design/parallel.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from mamba_eagle.model_config import (
     ShortConvConfig,
     Span,
     WholeNorm,
+    Width,
 )
 
 ALIGNED = 16  # channels that an uneven split of a matrix keeps together, where there are enough
@@ -66,6 +68,19 @@ class Heads(NamedTuple):
     def group_channels(self, width: int, first: int = 0) -> tuple[Span, ...]:
         """The channels of the groups, ``width`` of each; group 0 begins at channel ``first``."""
         return tuple(Span(first + g * width, first + (g + 1) * width) for g in self.groups)
+
+    def spans(self, widths: Sequence[Width], config: RecurrenceConfig) -> tuple[Span, ...]:
+        """Of numbers that belong to heads and groups of ``config``."""
+        found: list[Span] = []
+        first = 0
+        for width, of_groups in widths:
+            if of_groups:
+                found += self.group_channels(width, first)
+            else:
+                begin, end = self.channels(width)
+                found.append(Span(first + begin, first + end))
+            first += width * (config.num_groups if of_groups else config.num_heads)
+        return tuple(found)
 
 
 def split_heads(shard: Shard, heads: int, groups: int) -> Heads:

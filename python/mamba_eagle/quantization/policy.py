@@ -35,9 +35,10 @@ class Policy(NamedTuple):
 
     def bits(self, name: str, weight: Tensor) -> int | None:
         """Of a weight [..., out, in] that is stored in 16 or 32 bits; None: it keeps them."""
-        columns, head = weight.shape[-1], name == HEAD and not self.lm_head
+        (rows, columns), head = weight.shape[-2:], name == HEAD and not self.lm_head
         if self.mode in ("fp8", "nvfp4"):
-            return None if columns % MULTIPLE or head else 8 if self.mode == "fp8" else 4
+            misfit = rows == 1 or columns % MULTIPLE  # a single row takes longer in few bits
+            return None if misfit or head else 8 if self.mode == "fp8" else 4
         if self.mode not in ("int8", "int4") or columns % GROUP:
             return None
         return 8 if self.mode == "int8" or head else 4

@@ -10,11 +10,11 @@ import os
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, FolderSource, NoDrafter
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import RunnerReady, TierSizes
-from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import model_class, read_model_config
@@ -44,7 +44,9 @@ from mamba_eagle.runner.stages import (
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.runner.sums import sums_for
+from mamba_eagle.runner.tiers.copies import TierCopies
 from mamba_eagle.runner.tiers.make import tier_copies
+from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, Held
 from mamba_eagle.runner.warm_up import warm_up
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -62,7 +64,7 @@ def assemble(
 
     Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
     """
-    group, stages = ranks
+    group, stages = ranks.group, ranks.stages
     whole = read_model_config(config.model_path)
     wrong = split_problems(whole, group.size) + size_problems(whole, stages.size)
     if config.enable_return_routed_experts and (whole.moe is None or stages.size > 1):
@@ -103,7 +105,7 @@ def assemble(
     step = DecodeStep(
         backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters, routing
     )
-    copies = tier_copies(config, pools, drafter, backend.place, ranks)
+    copies = _tier_copies(config, whole, pools, step, source, ranks)
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
     cohorts = _num_cohorts(config, step, ranks)
     runner = ModelRunner(
@@ -192,6 +194,24 @@ def _make_drafter(source: DraftSource | None, parts: DraftParts) -> Drafter:
     if not parts.target.config.is_last_stage:
         return DrafterElsewhere(parts.backend.device)
     return NoDrafter() if source is None else source.make(parts)
+
+
+def _tier_copies(
+    config: EngineConfig,
+    whole: ModelConfig,
+    pools: Pools,
+    step: DecodeStep,
+    source: DraftSource | None,
+    ranks: Ranks,
+) -> TierCopies | None:
+    """whole: the target's. source: of the drafter that is here."""
+    layers, shard = step.model.config.held_layers, ranks.group.shard
+    held = [Held("target", pools.kv, pools.states, whole, shard, layers)]
+    if isinstance(source, FolderSource):
+        layers, drafter = Span(0, len(source.own.blocks)), step.drafter
+        held.append(Held("drafter", *drafter.cached_pools(), source.own, source.layers, layers))
+    slots = DeviceSlots.of(held, pools.journals)
+    return tier_copies(config, slots, step.backend.place, ranks)
 
 
 def _never_waits(config: MemorySettings, step: DecodeStep) -> bool:

@@ -1,4 +1,4 @@
-"""The runner of a command that has no server: benchmarks and ``explain``."""
+"""The runner of a command that has no server: benchmarks."""
 
 import dataclasses
 

@@ -56,7 +56,7 @@ class ModelRunner:
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.config, step, pools = parts, parts.config, parts.step, parts.pools
-        self.group, self.stages = parts.ranks
+        self.group, self.stages = parts.ranks.group, parts.ranks.stages
         self.memory, self.step, self.backend = parts.memory, step, step.backend
         self.table, self.kv, self.pool, self.scheme, self.journals = pools
         self.copies = parts.copies

@@ -3,7 +3,10 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import torch
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.devices import rank_device
@@ -12,12 +15,15 @@ from mamba_eagle.message.ranks import MEETING_FILE
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard
 
+T = TypeVar("T")
+
 
 class Ranks(NamedTuple):
     """The others that a rank exchanges tensors with."""
 
     group: Group = ALONE  # that hold parts of the same layers
     stages: Group = ALONE  # that hold the same part of other layers, one per pipeline stage
+    beside: Group = ALONE  # all of them, for host memory and a thread beside the steps
 
     @property
     def number(self) -> int:
@@ -36,6 +42,15 @@ class Ranks(NamedTuple):
     def total(self, numbers: Sequence[int]) -> list[int]:
         """The sum of each number over all ranks; waits for the device."""
         return self.stages.total(self.group.total(numbers))
+
+    def every(self, value: T, kind: type[T]) -> list[T]:
+        """What each rank has, by number, as JSON; waits for the device."""
+        text = msgspec.json.encode(value)
+        length = -self.smallest([-len(text)])[0]
+        device = (self.group if self.group.size > 1 else self.stages).device
+        own = torch.tensor(list(text.ljust(length)), dtype=torch.uint8, device=device)
+        found = self.stages.gather(self.group.gather(own)).view(-1, length)
+        return [msgspec.json.decode(bytes(each), type=kind) for each in found.tolist()]
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -71,15 +86,20 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     if link is not None:
         meeting = StoreMeeting(link.host, link.port)
     width, stages = config.tp_size, config.pp_size
-    meet(Shard(rank, config.num_ranks), device, meeting)
+    among_all = Shard(rank, config.num_ranks)
+    meet(among_all, device, meeting)
+    beside: Group = ALONE
+    if config.host_cache_gb:
+        host = torch.device("cpu")
+        beside = ProcessGroup(among_all, host, [range(config.num_ranks)], "gloo")
     stage, part = divmod(rank, width)
     if stages == 1:
-        return Ranks(ProcessGroup(Shard(part, width), device))
+        return Ranks(ProcessGroup(Shard(part, width), device), beside=beside)
     column = Shard(stage, stages)
     across = [range(first, config.num_ranks, width) for first in range(width)]
     found = ProcessGroup(column, device, across)
     found.connect()
     if width == 1:
-        return Ranks(stages=found)
+        return Ranks(stages=found, beside=beside)
     inside = [range(first, first + width) for first in range(0, config.num_ranks, width)]
-    return Ranks(ProcessGroup(Shard(part, width), device, inside), found)
+    return Ranks(ProcessGroup(Shard(part, width), device, inside), found, beside)

@@ -74,6 +74,7 @@ def _rehearse_layers(runner: ModelRunner) -> None:
     for module in runner.model.modules():
         if isinstance(module, Layer):
             module.rehearse(runner.backend.device)
+    runner.adapters.rehearse()
 
 
 def warm_up_plans(

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import zmq
@@ -15,6 +16,7 @@ from mamba_eagle.message import (
     Done,
     DropAdapter,
     FromRunner,
+    GrammarCompiled,
     Plan,
     Profile,
     ReadAdapter,
@@ -25,7 +27,6 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.runner.adapter_reader import AdapterReader
 from mamba_eagle.runner.agreement import RanksDiffer
-from mamba_eagle.runner.compiling import Compiling
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.profiler import StepProfiler
 from mamba_eagle.runner.pulse import Pulse
@@ -57,7 +58,8 @@ class Worker:
         self.pulse = Pulse(socket_dir, runner.backend.place.on_host, rank)
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
-        self.compiling = Compiling(runner.constraints)
+        self.constraints = runner.constraints
+        self.compiling: dict[int, Future[Any]] = {}  # grammars, in threads beside the steps
         self.reading = AdapterReader(runner.adapters)
         self.transfers = Transfers(Member(rank, self.renewal.writes, runner.backend.device))
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
@@ -78,7 +80,7 @@ class Worker:
             elif isinstance(message, ChangeModel):
                 self._change(message)
             elif isinstance(message, CompileGrammar):
-                self.compiling.begin(message)
+                self.compiling[message.number] = self.constraints.compile(message.text)
             elif isinstance(message, ReadAdapter):
                 self.reading.begin(message)
             elif isinstance(message, DropAdapter):
@@ -89,9 +91,10 @@ class Worker:
                 self._launch(message)
             while self.launched and self.launched[0].done:
                 self._send_result()
-            for answer in self.compiling.take_done():
+            for number in [number for number, made in self.compiling.items() if made.done()]:
+                del self.compiling[number]
                 if self.answers:
-                    self.results.send(answer)
+                    self.results.send(GrammarCompiled(number=number))
             for read in self.reading.take_done():
                 self.results.send(read)
             for reply in self.transfers.take_done():

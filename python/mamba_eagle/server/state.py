@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +162,7 @@ class ServerState:
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda values: read(model, values), MAX_CONTROL_BODY)
+        return await self.bodies.read(request, partial(read, model), MAX_CONTROL_BODY)
 
     def check_model(self, name: str) -> None:
         """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""

@@ -44,7 +44,7 @@ class TextTokenizer:
         """
         if is_gguf(path):
             # Imported here: few checkpoints need its packages.
-            from mamba_eagle.gguf_files.fast_tokenizer import fast_tokenizer
+            from mamba_eagle.gguf_files.tokenizer import fast_tokenizer
 
             return cls(fast_tokenizer(path))
         # Imported here: it takes seconds, and the engine loads its weights meanwhile.

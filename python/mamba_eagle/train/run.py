@@ -61,6 +61,8 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
     set_precision()
     target = load_target(Path(settings.target), world.device)
     head = head_class(settings, target, data.training)
+    if settings.init_from:
+        head.load(Path(settings.init_from))
     trainer = Trainer(settings, head, target, data, world)
     if not trainer.run():
         world.log(f"stopped after step {trainer.number}; run the same command again to resume")

@@ -2,6 +2,7 @@
 generated."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mamba_eagle.config import flag_of, setting
 from mamba_eagle.config.flags import Settings
@@ -29,6 +30,9 @@ class TrainSettings(Settings):
         "(docs/training.md)",
     )
     output: str = setting("", "folder for the answers, the training state and the head")
+    init_from: str = setting(
+        "", "folder of a head of the same sizes, whose training this goes on with"
+    )
     device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
     seed: int = setting(
         0, "seed for initial weights, the order of the data and sampling", minimum=0
@@ -99,6 +103,8 @@ class TrainSettings(Settings):
             if not getattr(self, name)
         ]
         problems += super().problems()
+        if self.init_from and not Path(self.init_from).is_dir():
+            problems.append(f"--init-from {self.init_from}: there is no such folder")
         if self.epochs <= 0 and not self.steps:
             problems.append(f"--epochs {self.epochs}: must be above 0, or give --steps")
         if self.loss_decay <= 0:

@@ -121,11 +121,11 @@ def running_requests(server: RunningServer) -> int:
     return int(load["num_reqs"])
 
 
-def metric(server: RunningServer, name: str) -> float:
-    """The sum of a metric's series; 0 while there are none."""
+def metric(server: RunningServer, name: str, label: str = "") -> float:
+    """The sum of a metric's series, of those with this label; 0 while there are none."""
     text = httpx.get(f"{server.base_url}/metrics", timeout=PATIENCE).text
     lines = [line for line in text.splitlines() if line.startswith(f"mamba_eagle:{name}{{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if label in line)
 
 
 def assert_serves(server: RunningServer) -> None:

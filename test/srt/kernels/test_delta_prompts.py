@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,14 @@ from verify_rig import HIDDEN, Sequence, delta_config, random_mixer
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import prefill_parts
-from mamba_eagle.backend.triton.delta_prefill import Bounds, DeltaPrefillContext, TorchScan
+from mamba_eagle.backend.triton.delta_prefill import (
+    Bounds,
+    DeltaPrefillContext,
+    Saves,
+    TorchScan,
+    Wave,
+    Waves,
+)
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.delta_rule import naive
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
@@ -140,35 +148,69 @@ class Rule(DeltaRule):
 
 
 FLA_CASES = {
-    "27b": Case(QWEN_27B, 1, 0, (1, 63, 64, 65, 200), dtype=torch.bfloat16),
-    "35b": Case(QWEN_35B, 1, 0, (130, 1), dtype=torch.bfloat16),
-    "beta-2": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, max_beta=2.0),
-    "forgets-all": Case(QWEN_35B, 1, 0, (130, 7), dtype=torch.bfloat16, decay=200.0),
-    "float32": Case(Sizes(4, 32, 2, 32), 1, 0, (70, 3)),
+    "27b": Case(QWEN_27B, 1, 0, (), dtype=torch.bfloat16),
+    "35b": Case(QWEN_35B, 1, 0, (), dtype=torch.bfloat16),
+    "beta-2": Case(QWEN_35B, 1, 0, (), dtype=torch.bfloat16, max_beta=2.0),
+    "forgets-all": Case(QWEN_35B, 1, 0, (), dtype=torch.bfloat16, decay=200.0),
+    "float32": Case(Sizes(4, 32, 2, 32), 1, 0, ()),
+}
+
+
+STRETCHES = {  # of which each wave's requests have one
+    "27b": ((65, 64, 63, 200, 1),),
+    "35b": ((130, 1), (64,), (70,)),
+    "beta-2": ((130, 7), (3, 1)),
+    "forgets-all": ((130, 7),),
+    "float32": ((70, 3), (65,)),
 }
 
 
 @pytest.mark.gpu
 @needs_fla
-@pytest.mark.parametrize("case", FLA_CASES.values(), ids=FLA_CASES)
-def test_scans_of_fla_are_the_recurrence(case: Case) -> None:
-    """Lengths of sequences stand for those of journals."""
+@pytest.mark.parametrize("name", FLA_CASES)
+def test_scans_of_fla_are_the_recurrence(name: str) -> None:
     from mamba_eagle.backend.triton.fla import FlaScan
 
-    random, lengths, sizes = Random(case), case.journal_lens, case.sizes
+    case, stretches = FLA_CASES[name], STRETCHES[name]
+    random, sizes = Random(case), case.sizes
     config = DeltaConfig(sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4)
-    gates, convolved = random.tokens(sum(lengths))
-    state = random.draw.normal(len(lengths), *config.state_shape)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
+    gates, convolved = random.tokens(sum(map(sum, stretches)))
+    state = random.draw.normal(len(stretches[0]), *config.state_shape)
+    waves, first = [], 0
+    for number, lengths in enumerate(stretches):
+        end = first + sum(lengths)
+        saves = Saves(torch.tensor([number]), torch.tensor([0]), None)
+        waves.append(Wave(first, end, bounds(lengths), saves))
+        first = end
+    found: list[Tensor] = []
+
+    def keep(states: Tensor, saves: Saves) -> None:
+        assert saves.rows.item() == len(found)
+        found.append(states)
+
     inputs = Inputs(convolved.to(DEVICE), gates.to(DEVICE))
+    every = Waves(waves, bounds([length for lengths in stretches for length in lengths]))
     with torch.inference_mode():
-        found = FlaScan().scan(
-            Rule(config), inputs, Bounds(ends.to(DEVICE), ends), state.to(DEVICE)
-        )
+        y = FlaScan().scan(Rule(config), inputs, every, state.to(DEVICE), keep)
     limit = BFLOAT16_ERROR if case.dtype == torch.bfloat16 else 1e-3  # of tf32
-    for i, (first, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist())):
-        rule = random.rule(gates[first:end].to(DEVICE), convolved[first:end].to(DEVICE))
-        nodes = naive.chain(rule, state[i].to(DEVICE))
+    for request, begun in enumerate(state):
+        own = [wave for wave in waves if request < wave.requests]
+        spans = [
+            range(wave.first + ends[request], wave.first + ends[request + 1])
+            for wave in own
+            for ends in [wave.bounds.host.tolist()]
+        ]
+        tokens = torch.tensor([token for span in spans for token in span])
+        rule = random.rule(gates[tokens].to(DEVICE), convolved[tokens].to(DEVICE))
+        nodes = naive.chain(rule, begun.to(DEVICE))
         wanted = torch.stack([node.o for node in nodes]).flatten(1)
-        assert relative_error(found.y[first:end], wanted) < 4 * limit
-        assert relative_error(found.state[i], nodes[-1].state) < 4 * limit
+        assert relative_error(y[tokens.to(DEVICE)], wanted) < 4 * limit
+        done = 0
+        for wave, span in enumerate(spans):
+            done += len(span)
+            assert relative_error(found[wave][request], nodes[done - 1].state) < 4 * limit
+
+
+def bounds(lengths: Iterable[int]) -> Bounds:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return Bounds(ends.to(DEVICE), ends)

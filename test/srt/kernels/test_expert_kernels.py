@@ -88,11 +88,15 @@ def test_of_equal_experts_the_first_is_taken_and_nan_is_the_last() -> None:
 def test_a_tokens_experts_do_not_depend_on_its_batch() -> None:
     hidden, weight = summable(normal(70, 300, seed=1)), summable(normal(40, 300, seed=2) * 0.05)
     choice = Choice(6, torch.zeros(40, device=DEVICE), scaling=2.5)
-    whole = route(hidden, weight, choice)
+    beside = summable(normal(1, 300, seed=3))
+    whole = route(hidden, weight, choice, beside=beside)
+    assert whole.share is not None
+    torch.testing.assert_close(whole.share.cpu(), hidden.float().cpu() @ beside.float().cpu().T)
     for n in (1, 17, 40):
-        part = route(hidden[:n], weight, choice)
-        assert torch.equal(part.experts, whole.experts[:n])
-        assert torch.equal(part.weights, whole.weights[:n])
+        part = route(hidden[:n], weight, choice, beside=beside)
+        assert all(torch.equal(own, all_[:n]) for own, all_ in zip(part, whole, strict=True))
+    alone = route(hidden, weight, choice)
+    assert alone.share is None and torch.equal(alone.weights, whole.weights)
 
 
 def test_groups_exclude_experts_of_others() -> None:
@@ -267,7 +271,8 @@ def test_a_tokens_outputs_do_not_depend_on_its_place(tokens: int) -> None:
     layer, (x, routes) = Layer(Case("bfloat16")), inputs(tokens)
     whole = layer.fused(x, routes)
     turned = torch.arange(tokens - 1, -1, -1, device=DEVICE)
-    found = layer.fused(x[turned], Routes(*(part[turned].contiguous() for part in routes)))
+    moved = (part[turned].contiguous() for part in (routes.experts, routes.weights))
+    found = layer.fused(x[turned], Routes(*moved))
     assert torch.equal(found, whole[turned])
 
 

@@ -10,7 +10,7 @@ from verify_rig import Inputs, Rig, delta_config, mamba_config, path_to, random_
 
 from mamba_eagle.cpu import threads
 from mamba_eagle.cpu.ops import tree_verify as cpu
-from mamba_eagle.cpu.state import CpuScheme
+from mamba_eagle.cpu.state import CpuDeferred
 from mamba_eagle.cpu.weights import layer_weights
 from mamba_eagle.tree.tree import Tree
 
@@ -31,7 +31,7 @@ def rig_of(fused: bool, scheme: str, rows: int, config: str) -> Rig:
     """Three requests in shuffled slots; the same ones, fused or not."""
     form = "" if fused else "-torch"
     rig = Rig(scheme + form, rows=rows, max_depth=7, config=CONFIGS[config])
-    assert isinstance(rig.scheme, CpuScheme) == fused
+    assert isinstance(rig.scheme, CpuDeferred) == fused
     for slot, state_slot in ((4, 2), (0, 7), (3, 5)):
         rig.admit(slot, state_slot)
     return rig

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from forms import DEVICE, INTERPRETED, every_form, in_the_interpreter
+from forms import DEVICE, INTERPRETED, TORCH, TRITON, in_the_interpreter
 from torch import Tensor
 
 from mamba_eagle.kernels.state_rounding import naive
 from mamba_eagle.kernels.state_rounding.torch import random_bits, round_states, token_keys
 
 test_in_the_interpreter = in_the_interpreter
+every_form = pytest.mark.parametrize("form", [TORCH, TRITON])
 
 DTYPES = [torch.float16, torch.bfloat16]
 SEEDS, POSITIONS, LAYER = [7, 2**62 + 3], [0, 70_001], 5
@@ -21,10 +22,6 @@ SEEDS, POSITIONS, LAYER = [7, 2**62 + 3], [0, 70_001], 5
 def rounded(form: str, states: Tensor, tokens: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
     if form == "torch":
         return round_states(states, tokens, layer, dtype)
-    if form == "cpu":
-        from mamba_eagle.cpu.ops import state_rounding as cpu
-
-        return cpu.round_states(states, tokens, layer, dtype)
     return rounded_by_triton(states.to(DEVICE), tokens.to(DEVICE), layer, dtype).cpu()
 
 

@@ -1,7 +1,7 @@
 """Random requests that share, edit and continue each other's texts, on engines with small budgets,
 aborts and stops: every text is that of an engine that has neither cache nor drafts. Half of the
 engines have lower tiers of the cache as well, and start again with what is on disk, some of it
-damaged.
+damaged, on one rank or two.
 
 MAMBA_EAGLE_CHAOS_SCALE multiplies the cases, MAMBA_EAGLE_CHAOS_SEED makes others of them.
 """
@@ -12,21 +12,23 @@ import os
 import random
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cache_rig import runner_of
 from peer_models import PEERS, make_peer
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
-from mamba_eagle.message import Generate, RequestOutput
+from mamba_eagle.message import CacheHints, Generate, RequestOutput
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.parallel import shard, stages
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.assemble import assemble
 
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
 SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))
@@ -37,6 +39,8 @@ MAX_PROMPT = 320
 # at SCALE 1 a few families, one mode each
 CHOSEN = [(name, mode) for name in PEERS for mode in ("deferred", "snapshot")]
 CHOSEN = CHOSEN if SCALE > 1 else CHOSEN[::9]
+WAYS = [(1, 1), (2, 1), (1, 2)]  # TP x PP of engines that follow each other in one folder
+ENGINES = 2 if SCALE == 1 else 4
 COUNTS: Counter[str] = Counter()
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300 * SCALE)]
@@ -51,7 +55,7 @@ def peer(name: str, folder: Path) -> Path:
 def engine_of(model: Path, **settings: Any) -> OfflineEngine:
     values = {"device": "cpu", "max_total_tokens": 1500, "speculative_algorithm": "NONE"}
     config = resolve(EngineConfig(model_path=str(model), **{**values, **settings}))
-    engine = OfflineEngine(config, assemble(config))
+    engine = OfflineEngine(config, runner_of(config))
     for passage in engine.scheduler.tiers.passages:
         passage.min_gain = 1  # prompts are short here
     return engine
@@ -60,9 +64,16 @@ def engine_of(model: Path, **settings: Any) -> OfflineEngine:
 class Reference:
     """Texts of an engine without cache and drafts, one request at a time."""
 
-    def __init__(self, model: Path) -> None:
-        self.engine = engine_of(model, disable_radix_cache=True, max_running_requests=1)
+    def __init__(self, model: Path, tp_size: int = 1) -> None:
+        alone = {"disable_radix_cache": True, "max_running_requests": 1}
+        self.model, self.engine = model, engine_of(model, tp_size=tp_size, **alone)
         self.known: dict[tuple[int, ...], list[int]] = {}
+
+    @cached_property
+    def of_two(self) -> Reference:
+        """Of two ranks, whose sums round otherwise: near-ties, of experts most of all, may fall
+        the other way."""
+        return Reference(self.model, tp_size=2)
 
     def text(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         key = (sampling.seed, int(sampling.temperature), *prompt)
@@ -128,7 +139,8 @@ class Session:
             ignore_eos=True,
         )
         self.asked[rid], self.got[rid] = (self.prompt(), sampling), []
-        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling)
+        hints = CacheHints(salt=rng.choice(["", "", "", "a", "b"]))
+        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling, cache=hints)
         self.take(self.engine.add(message))
         for _ in range(rng.choice([0, 1, 3, 40])):
             if not self.engine.idle:
@@ -149,10 +161,14 @@ class Session:
         for rid, (prompt, sampling) in self.asked.items():
             wanted, finish = self.reference.text(prompt, sampling), self.ended[rid].finish
             assert finish is not None
+            got = self.got[rid]
+            if got != wanted[: len(got)]:  # perhaps another of two nearly equal tokens
+                wanted = self.reference.of_two.text(prompt, sampling)
+                COUNTS["near-ties"] += 1
             if finish.kind == "abort" or rid in self.stopped:
-                assert self.got[rid] == wanted[: len(self.got[rid])], rid
+                assert got == wanted[: len(got)], rid
             else:
-                assert self.got[rid] == wanted, rid
+                assert got == wanted, rid
 
 
 def settings_of(rng: random.Random) -> dict[str, Any]:
@@ -181,6 +197,11 @@ def damage(folder: Path, rng: random.Random) -> None:
     os.truncate(log, rng.randint(0, log.stat().st_size))
 
 
+def split_problems(model: Path, tp_size: int, pp_size: int) -> list[str]:
+    config = read_model_config(str(model))
+    return shard.problems(config, tp_size) + stages.size_problems(config, pp_size)
+
+
 def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) -> None:
     settings = {**settings_of(rng), **settings}
     if rng.random() < 0.5:
@@ -190,8 +211,11 @@ def run(model: Path, rng: random.Random, reference: Reference, **settings: Any) 
         if rng.random() < 0.7:
             settings |= {"cache_dir": folder, "disk_cache_gb": rng.choice([0.02, 0.2])}
         texts: list[list[int]] = []
-        for _ in range(2):
-            run_once(model, rng, reference, settings, texts)
+        ways = [way for way in WAYS if not split_problems(model, *way)]
+        for tp_size, pp_size in rng.choices(ways, k=ENGINES):
+            ranks = {"tp_size": tp_size, "pp_size": pp_size}
+            run_once(model, rng, reference, {**settings, **ranks}, texts)
+            COUNTS[f"engines of {tp_size} x {pp_size} ranks"] += 1
             if "cache_dir" in settings and rng.random() < 0.3:
                 damage(Path(folder), rng)
 
@@ -229,6 +253,7 @@ def run_once(
     engine.runner.retire()
     scheduler = session.engine.scheduler
     COUNTS["requests"] += CASES
+    COUNTS["hits"] += sum(output.cached_tokens > 0 for output in session.ended.values())
     COUNTS["journal hits"] += scheduler.cache_use().hits["journal"]
     for tier, tokens in scheduler.cache_use().loaded_tokens.items():
         COUNTS[f"tokens from {tier}"] += tokens
@@ -275,3 +300,4 @@ def test_the_cases_use_what_they_are_about() -> None:
     """After the tests above, if they have run."""
     print(dict(COUNTS))
     assert COUNTS["journal hits"] >= COUNTS["requests"] // 100
+    assert COUNTS["near-ties"] <= COUNTS["requests"] // 200

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mamba2_math import loop, pretrain
+from mamba2_math import loop, pretrain, skills
 from mamba2_math.checkpoint import MODEL_CONFIG, load_weights
 from mamba2_math.data import ProblemEncoder, Sequences, SequenceStream, make_block
 from mamba2_math.draft import document
 from mamba2_math.evaluate import Question, exact_match, greedy, last_integer, make_questions
 from mamba2_math.problems import generate, held_out
+from mamba2_math.skills.chat import READ, SKIPPED, WRITTEN, pieces
 from mamba2_math.tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from mamba2_math.training_context import TrainingContext
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
@@ -93,6 +94,13 @@ def test_chat_template_is_the_prompt_form(tokenizer_folder: Path) -> None:
     ]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == f"{document('q1', 'a1')}\n\nQuestion: q2\nAnswer:"
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(EMBEDDED_MODEL).chat_template
+    for skill in skills.SKILLS:
+        for chat in skills.held_out(skill):
+            text = tokenizer.apply_chat_template(
+                [*chat.messages], tools=[*chat.tools], tokenize=False
+            )
+            assert text == "".join(piece.text for piece in pieces(chat))
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -112,13 +120,24 @@ def test_pieces_join_to_the_tokens_of_the_whole_text(tokenizer_folder: Path) -> 
 def test_sequences_begin_with_a_document_and_mark_answers(tokenizer_folder: Path) -> None:
     encoder = ProblemEncoder(tokenizer_folder)
     sequences = make_block(encoder, seed=3, index=0, length=512, count=16)
-    assert sequences.tokens.shape == sequences.is_answer.shape == (16, 512)
-    for tokens, marks in zip(sequences.tokens.tolist(), sequences.is_answer.tolist()):
-        assert encoder.decode(tokens[:3]).startswith("Question")
-        assert all(marks[t] for t, token in enumerate(tokens) if token == EOS_ID)
-    first = zip(sequences.tokens[0].tolist(), sequences.is_answer[0].tolist())
-    text = encoder.decode([token for token, is_answer in first if is_answer])
-    assert "####" in text and "Question" not in text
+    assert sequences.tokens.shape == sequences.kinds.shape == (16, 512)
+    starts = ("Question: ", "Tools: ", *skills.SYSTEMS)
+    for tokens, kinds in zip(sequences.tokens.tolist(), sequences.kinds.tolist()):
+        assert encoder.decode(tokens).startswith(starts)
+        assert all(kinds[t] == WRITTEN for t, token in enumerate(tokens) if token == EOS_ID)
+    parts = {READ: "", WRITTEN: "", SKIPPED: ""}
+    for kind in parts:
+        chosen = sequences.tokens[sequences.kinds == kind].tolist()
+        parts[kind] = encoder.decode(chosen)
+    assert "####" in parts[WRITTEN] and "<tool_call>" in parts[WRITTEN]
+    assert "Question" not in parts[WRITTEN] and "<tool_response>" not in parts[WRITTEN]
+    assert "<tool_response>" in parts[SKIPPED] and "####" not in parts[SKIPPED]
+
+
+def test_tokens_that_others_write_have_no_weight() -> None:
+    kinds = np.array([[READ, WRITTEN, SKIPPED]], dtype=np.uint8)
+    _, weights = pretrain.to_device(Sequences(kinds.astype(np.uint16), kinds), "cpu")
+    assert weights.tolist() == [[pytest.approx(0.2), 1.0, 0.0]]
 
 
 def test_sequence_stream_does_not_depend_on_the_number_of_workers(tokenizer_folder: Path) -> None:
@@ -131,7 +150,7 @@ def test_sequence_stream_does_not_depend_on_the_number_of_workers(tokenizer_fold
             stream.close()
         batches.append(Sequences(*map(np.concatenate, zip(*parts))))
     np.testing.assert_array_equal(batches[0].tokens, batches[1].tokens)
-    np.testing.assert_array_equal(batches[0].is_answer, batches[1].is_answer)
+    np.testing.assert_array_equal(batches[0].kinds, batches[1].kinds)
 
 
 def test_sequence_stream_ends_when_the_parent_ignores_sigterm(tokenizer_folder: Path) -> None:

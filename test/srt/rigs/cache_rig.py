@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from runner_harness import Settings
 from tensor_checks import torch_path
+from thread_ranks import RunnerRanks
 
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate, RequestOutput
+from mamba_eagle.message import ExportPrefix, Generate, ImportPrefix, PrefixMoved, RequestOutput
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.assemble import assemble
 
@@ -28,6 +30,13 @@ class Served(NamedTuple):
     __hash__ = None  # type: ignore[assignment]
 
 
+def runner_of(config: EngineConfig) -> Any:
+    """Of one rank, or of several in threads."""
+    if config.num_ranks == 1:
+        return assemble(config)
+    return RunnerRanks(config, config.tp_size, config.pp_size)
+
+
 class Sequential:
     """Checks the integrity of the scheduler after each step."""
 
@@ -36,7 +45,7 @@ class Sequential:
         config = settings.config(model, head, **others)
         self.fused = settings.fused
         with torch_path(not self.fused):
-            self.runner = assemble(config)
+            self.runner = runner_of(config)
         self.engine = OfflineEngine(config, self.runner)
         self.count = 0
 
@@ -65,3 +74,13 @@ class Sequential:
 
     def hits(self, kind: str) -> int:
         return self.engine.scheduler.cache_use().hits[kind]
+
+
+def move(server: Sequential, asked: ExportPrefix | ImportPrefix) -> PrefixMoved:
+    exchange = server.engine.scheduler.tiers.exchange
+    assert exchange is not None
+    (exchange.send if isinstance(asked, ExportPrefix) else exchange.receive)(asked)
+    while not server.engine.idle:
+        server.step()
+    (reply,) = exchange.take_replies()
+    return reply

@@ -142,6 +142,9 @@ SAMPLES: dict[str, Sample] = {
         '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
         '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
     ),
+    "a call after a question": Sample(
+        "mamba2_math", "Question: Hi\nAnswer:", HERMES, None, None, (OSLO,)
+    ),
     "cut call in JSON": Sample("hermes", CHATML, "Hm " + HERMES[:-3], "Hm"),
     "reasoning that the model opens": Sample(
         "qwen3", CHATML, "<think>\nHm\n</think>\n\nSo:\n" + HERMES, "So:", "Hm", (OSLO,)

@@ -308,6 +308,7 @@ class Engine:
                 "logprob_temperature",
                 "return_spec_trace",
                 "pooling",
+                "adapter",
             )
             item.first = FirstChunk(
                 sampling=live.sampling,

@@ -25,17 +25,19 @@ from mamba_eagle.message import Plan, StepResult
 from mamba_eagle.parallel.groups import ALONE, Channel, Group
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.runner.assemble import assemble
+from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import Ranks
 
 T = TypeVar("T")
 WAIT_SECONDS = 240  # for another rank, which may compile; a longer wait is a test that hangs
 MAX_DELAY = 0.0005  # seconds
+COPIES = ("copied", "lost", "problems")  # of the cache's tiers, which end beside the steps
 
 
 class Meeting:
     """Where the ranks hand their tensors to each other."""
 
-    def __init__(self, size: int, turn: threading.Lock) -> None:
+    def __init__(self, size: int, turn: threading.Lock | threading.Semaphore) -> None:
         """turn: held by the one rank that runs."""
         self.barrier = threading.Barrier(size, timeout=WAIT_SECONDS)
         self.turn = turn
@@ -103,6 +105,7 @@ class Post:
 
 class ThreadGroup(Group):
     stages: Group = ALONE
+    beside: Group = ALONE
     number = 0  # among all ranks of all stages
 
     def __init__(self, meeting: Meeting, shard: Shard, post: Post | None = None) -> None:
@@ -145,6 +148,14 @@ class ThreadGroup(Group):
         assert self.post is not None
         return self.post.receive(self.rank - 1, self.rank, Channel.HIDDEN, room)
 
+    def _collect(self, x: Tensor) -> list[Tensor] | None:
+        every = self._all(x, "collect")
+        return every if self.rank == 0 else None
+
+    def _hand_out(self, parts: list[Tensor] | None, room: Tensor) -> Tensor:
+        given = torch.stack(parts) if parts is not None else room.expand(self.size, *room.shape)
+        return self._all(given.contiguous(), "hand_out")[0][self.rank].clone()
+
     def close(self) -> None: ...
 
 
@@ -161,13 +172,16 @@ class ThreadRanks:
             for rank in range(size)
         ]
         self.posts = [Post(self.turn) for _ in range(size)]
+        threads = Meeting(size * stages, threading.Semaphore(size * stages))  # they take no turns
         columns = [Meeting(stages, self.turn) for _ in range(size)] if stages > 1 else []
         for number, group in enumerate(self.groups):
             group.number = number
+            if size * stages > 1:
+                group.beside = ThreadGroup(threads, Shard(number, size * stages))
             if stages > 1:
                 shard, part = Shard(number // size, stages), number % size
                 group.stages = ThreadGroup(columns[part], shard, self.posts[part])
-        self.meetings += columns
+        self.meetings += [*columns, threads]
         self.pool = ThreadPoolExecutor(size * stages)
 
     def run(self, work: Callable[[ThreadGroup], T]) -> list[T]:
@@ -213,7 +227,11 @@ class RunnerRanks:
     def __init__(self, config: EngineConfig, size: int, stages: int = 1) -> None:
         self.ranks = ThreadRanks(size, stages)
         self.answering = size * (stages - 1)
-        self.runners = self.ranks.run(lambda group: assemble(config, Ranks(group, group.stages)))
+        self.runners = self.ranks.run(lambda group: self._assemble(config, group))
+
+    @staticmethod
+    def _assemble(config: EngineConfig, group: ThreadGroup) -> ModelRunner:
+        return assemble(config, Ranks(group, group.stages, group.beside))
 
     def __getattr__(self, name: str) -> Any:
         """What the answering rank's runner has, its pools for example."""
@@ -221,6 +239,9 @@ class RunnerRanks:
 
     def launch(self, plan: Plan) -> Done:
         return Done(self.execute(plan))
+
+    def retire(self) -> None:
+        self.ranks.run(lambda group: self.runners[group.number].retire())
 
     def execute(self, plan: Plan) -> StepResult:
         """All ranks execute the plan, and find the same."""
@@ -346,7 +367,7 @@ def comparable(result: StepResult) -> Any:
     """Without what differs from run to run, times and kernels that were compiled, and without the
     scores in traces, which rank 0 alone reports."""
     plain = msgspec.to_builtins(result)
-    for name in ("seconds", "decode_seconds", "idle_seconds", "num_compiled"):
+    for name in ("seconds", "decode_seconds", "idle_seconds", "num_compiled", *COPIES):
         plain.pop(name, None)
     for decoded in plain.get("decode", []):
         if decoded.get("trace"):

@@ -1,13 +1,12 @@
-"""Layer operations without custom kernels: oneDNN's on a CPU, grouped products on a GPU."""
+"""Without custom kernels: products by oneDNN on a CPU, grouped products on a GPU."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.layers.ops import LayerOps, Product
+from mamba_eagle.layers.ops import LayerOps
 
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
-MIN_ROWS = 3  # for fewer tokens, BLAS is as fast
 
 
 def padded_rows(rows: int) -> int:
@@ -22,20 +21,6 @@ def padded_rows(rows: int) -> int:
     return -(-rows // 64) * 64
 
 
-class OneDnnLinear:
-    """A product with a second copy of the weight in oneDNN's blocked layout, which takes half the
-    time of BLAS for a dozen tokens."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 12) if HAS_ONEDNN else None
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.packed is None or x.shape[0] < MIN_ROWS:
-            return F.linear(x, self.weight, bias)
-        return onednn_product(x, self.packed, bias)
-
-
 def onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, in], packed by ``_reorder_linear_weight``, bias [out] or None -> [n, out]."""
     rows = x.shape[0]
@@ -44,15 +29,6 @@ def onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         x = F.pad(x, (0, 0, 0, missing))
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return y[:rows] if missing else y
-
-
-class HostOps(LayerOps):
-    """Operations for float32 on a CPU."""
-
-    name = "onednn"
-
-    def pack_linear(self, weight: Tensor) -> Product | None:
-        return OneDnnLinear(weight)
 
 
 class CudaOps(LayerOps):

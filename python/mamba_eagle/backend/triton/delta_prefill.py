@@ -8,16 +8,17 @@ cut where one is saved, and each *wave* scans one stretch of every request that 
     request 2  ───────
                wave 0: the first of 0, 1, 2; wave 1: the second of 0, 1; wave 2: the third of 0
 
-Requests with the most stretches come first, so that a wave has the first ones of a batch. Mostly
-nothing is saved inside a chunk: then one wave scans the flat input as it is.
+Requests with the most stretches come first, so that a wave has the first ones of a batch. If
+nothing is saved inside a chunk, one wave scans the flat input as it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,25 +42,6 @@ class Bounds(NamedTuple):
 
     device: Tensor  # [b + 1] int64
     host: Tensor  # the same
-
-
-class DeltaScan(ABC):
-    @abstractmethod
-    def scan(self, layer: DeltaRule, inputs: Inputs, bounds: Bounds, state: Tensor) -> Scanned:
-        """inputs: [n, ·], b sequences one after the other, none of them empty; state: [b,
-        *state_shape] float32, which is not changed -> y [n, inner_size], state as given."""
-
-
-class TorchScan(DeltaScan):
-    """One sequence after the other, as on any device."""
-
-    def scan(self, layer: DeltaRule, inputs: Inputs, bounds: Bounds, state: Tensor) -> Scanned:
-        ends, found = bounds.host.tolist(), []
-        for i, (first, end) in enumerate(zip(ends, ends[1:])):
-            own = Inputs(*(part[None, first:end] for part in inputs))
-            found.append(layer.scan(own, state[i : i + 1], even_chunk(end - first)))
-        y, states = zip(*found)
-        return Scanned(torch.cat(y, dim=1)[0], torch.cat(states))
 
 
 class Stretch(NamedTuple):
@@ -88,6 +70,45 @@ class Wave(NamedTuple):
     @property
     def requests(self) -> int:
         return len(self.bounds.host) - 1
+
+
+class Waves(NamedTuple):
+    """All of a pass, in order."""
+
+    each: list[Wave]
+    bounds: Bounds  # of all stretches
+
+
+# states [b, *state_shape] float32 at a wave's end, and which of them go where
+Keep: TypeAlias = Callable[[Tensor, Saves], None]
+
+
+class DeltaScan(ABC):
+    @abstractmethod
+    def scan(
+        self, layer: DeltaRule, inputs: Inputs, waves: Waves, state: Tensor, keep: Keep
+    ) -> Tensor:
+        """inputs: [n, ·], ordered by waves; state: [b, *state_shape] float32, where the first
+        wave's requests begin, which is not changed -> y [n, inner_size]."""
+
+
+class TorchScan(DeltaScan):
+    """One sequence after the other, as on any device."""
+
+    def scan(
+        self, layer: DeltaRule, inputs: Inputs, waves: Waves, state: Tensor, keep: Keep
+    ) -> Tensor:
+        outputs: list[Tensor] = []
+        for wave in waves.each:
+            found: list[Scanned] = []
+            ends = [wave.first + bound for bound in wave.bounds.host.tolist()]
+            for i, (first, end) in enumerate(zip(ends, ends[1:])):
+                own = Inputs(*(part[None, first:end] for part in inputs))
+                found.append(layer.scan(own, state[i : i + 1], even_chunk(end - first)))
+            outputs += [each.y[0] for each in found]
+            state = torch.cat([each.state for each in found])
+            keep(state, wave.saves)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def stretches(prompt: Prompt) -> list[Stretch]:
@@ -131,23 +152,29 @@ class DeltaPrefillContext(PlannedPrefill):
         self.at_start = self._saves(order, at_start) if at_start else None
         self.order: Tensor | None = None  # of the flat input's tokens, by waves
         self.back: Tensor | None = None
-        self.waves: list[Wave] = []
+        waves: list[Wave] = []
         tokens: list[int] = []
+        lengths: list[int] = []
         for number in range(len(cut[order[0]])):
             among = [index for index in order if number < len(cut[index])]
             own = [cut[index][number] for index in among]
-            self.waves.append(self._wave(len(tokens), among, own))
+            waves.append(self._wave(len(tokens), among, own))
             tokens += chain.from_iterable(range(each.first, each.end) for each in own)
+            lengths += [each.end - each.first for each in own]
+        self.waves = Waves(waves, self._bounds(lengths))
         if tokens != list(range(len(tokens))):
             self.order = place.to_device(tokens)
             self.back = torch.argsort(self.order)
 
     def _wave(self, first: int, among: Sequence[int], own: Sequence[Stretch]) -> Wave:
         """``own[i]`` is a stretch of part ``among[i]``."""
-        bounds = list(accumulate((each.end - each.first for each in own), initial=0))
+        bounds = self._bounds([each.end - each.first for each in own])
         saves = [(i, each.tokens, slot) for i, each in enumerate(own) for slot in each.slots]
-        both = Bounds(self.place.to_device(bounds), torch.tensor(bounds))
-        return Wave(first, first + bounds[-1], both, self._saves(among, saves))
+        return Wave(first, first + int(bounds.host[-1]), bounds, self._saves(among, saves))
+
+    def _bounds(self, lengths: list[int]) -> Bounds:
+        bounds = list(accumulate(lengths, initial=0))
+        return Bounds(self.place.to_device(bounds), torch.tensor(bounds))
 
     def _saves(self, among: Sequence[int], saves: list[tuple[int, int, int]]) -> Saves:
         """saves: which of the parts ``among``, after how many of its tokens, and the state slot."""
@@ -168,14 +195,7 @@ class DeltaPrefillContext(PlannedPrefill):
             states.index_fill_(0, self.empty, 0.0)
         if self.at_start is not None:
             self._write(i, states, self.at_start)
-        outputs = []
-        for wave in self.waves:
-            own = Inputs(*(part[wave.first : wave.end] for part in inputs))
-            found = self.scan.scan(layer, own, wave.bounds, states[: wave.requests])
-            states = found.state
-            self._write(i, states, wave.saves)
-            outputs.append(found.y)
-        y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        y = self.scan.scan(layer, inputs, self.waves, states, partial(self._write, i))
         return y if self.back is None else y[self.back]
 
     def _write(self, layer: int, states: Tensor, saves: Saves) -> None:

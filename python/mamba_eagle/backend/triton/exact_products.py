@@ -67,7 +67,7 @@ class ExactFloat8(Float8Product):
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
         n, (rows, columns) = len(given.values), self.weight.shape
         config = float8.choose_config(n, rows, columns, self.block is not None)
-        config = config._replace(splits=1)
+        config = config._replace(splits=1, columns=128)
         return float8.product(
             given, self.weight, self.scale, bias, self.dtype, self.block, config=config
         )

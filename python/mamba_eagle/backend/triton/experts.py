@@ -47,20 +47,20 @@ TILES = [
     Sizes(2**31, *[Config(128, 128, 64, 8, 4)] * 2),
 ]
 TILES_FLOAT8 = [
-    Sizes(32, *[Config(64, 16, 128, 4, 4)] * 2),
-    Sizes(256, *[Config(64, 32, 128, 4, 4)] * 2),
+    Sizes(32, Config(64, 16, 128, 4, 4), Config(64, 16, 256, 4, 2)),
+    Sizes(256, Config(64, 32, 128, 4, 4), Config(64, 32, 256, 4, 2)),
     Sizes(MAX_TILES, *[Config(64, 64, 128, 4, 4)] * 2),
     Sizes(2**31, *[Config(128, 128, 128, 8, 4)] * 2),
 ]
 
 
-def pack_router(weight: Tensor, choice: Choice) -> FusedRouter | None:
-    """None if the kernel does not choose so."""
+def pack_router(weight: Tensor, choice: Choice, beside: Tensor | None = None) -> FusedRouter | None:
+    """None if the kernel does not choose so; as in LayerOps."""
     if weight.dtype not in SIXTEEN_BITS or choice.num_groups > 1:
         return None
     if capability(weight.device) < TENSOR_CORES:
         return None
-    return lambda hidden, ids: route(hidden, weight, choice, ids)
+    return lambda hidden, ids: route(hidden, weight, choice, ids, beside)
 
 
 def stack_of(matrix: Tensor | Matrix) -> Stack | None:
@@ -154,7 +154,7 @@ class FusedExperts(ExpertLayer):
     ) -> Tensor:
         n = len(x)
         if routes.experts.dtype != torch.int32:
-            routes = Routes(routes.experts.int(), routes.weights)
+            routes = routes._replace(experts=routes.experts.int())
         inside = self.shared if beside is not None and n <= self.max_shared else 0
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside, self.first, self.held)
@@ -169,7 +169,10 @@ class FusedExperts(ExpertLayer):
         if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
             up = down = TILES[0].up
         if self.act == SILU_GATE and up.tokens:  # two matrices at once
-            up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
+            if not self.float8:
+                up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
+            elif not self.up.block:  # fewer than 128 bytes of a row take longer
+                up = up._replace(stages=up.stages - 1)
         return up, down
 
     def _each(self, x: Tensor, pairs: Pairs) -> Tensor:

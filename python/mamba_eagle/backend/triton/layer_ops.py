@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import CudaOps
+from mamba_eagle.backend.triton.adapters import SegmentedAdditions
 from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
 from mamba_eagle.backend.triton.products import (
     SIXTEEN_BITS,
@@ -22,6 +25,7 @@ from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
+from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
 from mamba_eagle.model_config import Span
@@ -124,6 +128,11 @@ class TritonOps(CudaOps):
         ):
             return FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
+
+    def additions(
+        self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
+    ) -> Additions:
+        return SegmentedAdditions(sizes, dtype, device)
 
     def fuse_experts(
         self,

@@ -95,9 +95,9 @@ class CacheTiers:
         """Copies have ended, or failed."""
         for numbers, worked in ((copied, True), (lost, False)):
             for number in numbers:
-                if any(passage.end(number, worked) for passage in self.passages):
-                    self._arrived += [number] * worked
-                elif self.exchange is not None:
+                self._arrived.append(number)
+                ours = any(passage.end(number, worked) for passage in self.passages)
+                if not ours and self.exchange is not None:
                     self.exchange.end(number, worked, problems.get(number, "it was not read"))
 
     def flush(self) -> None:

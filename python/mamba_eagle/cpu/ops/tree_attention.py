@@ -35,56 +35,8 @@ def multiply_adds(q: np.ndarray, prefix: np.ndarray, own: np.ndarray) -> int:
     return 2 * q.size * (int(prefix.max(initial=0)) + own.shape[1])
 
 
-@kernel
-def _scores(queries, key, scale, out, j):
-    """out[m, j] = scale · queries[m] · key; queries [M, D], key [D]; read once per four queries."""
-    M, D = queries.shape
-    m = 0
-    while m + 4 <= M:
-        q0, q1, q2, q3 = queries[m], queries[m + 1], queries[m + 2], queries[m + 3]
-        t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
-        for d in range(D):
-            value = key[d]
-            t0 += value * q0[d]
-            t1 += value * q1[d]
-            t2 += value * q2[d]
-            t3 += value * q3[d]
-        out[m, j], out[m + 1, j] = scale * t0, scale * t1
-        out[m + 2, j], out[m + 3, j] = scale * t2, scale * t3
-        m += 4
-    while m < M:
-        q0, t0 = queries[m], ZERO
-        for d in range(D):
-            t0 += q0[d] * key[d]
-        out[m, j] = scale * t0
-        m += 1
-
-
-@kernel
-def _add_values(weights, pool_v, kv_head, table, n, result):
-    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n; result [M, D]."""
-    result[:] = ZERO
-    j = 0
-    while j < n:
-        # four keys at a time; past the end, the last key again with a weight of zero
-        count = min(4, n - j)
-        v0 = pool_v[table[j], kv_head]
-        v1 = pool_v[table[j + min(1, count - 1)], kv_head]
-        v2 = pool_v[table[j + min(2, count - 1)], kv_head]
-        v3 = pool_v[table[j + count - 1], kv_head]
-        for m in range(result.shape[0]):
-            w, total = weights[m], result[m]
-            w0 = w[j]
-            w1 = w[j + 1] if count > 1 else ZERO
-            w2 = w[j + 2] if count > 2 else ZERO
-            w3 = w[j + 3] if count > 3 else ZERO
-            for d in range(result.shape[1]):
-                total[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
-        j += 4
-
-
 @strictly
-def _all_scores(queries, pool_k, kv_head, table, scale, weights):
+def _scores(queries, pool_k, kv_head, table, scale, weights):
     """weights[m, j] += scale · queries[m] · pool_k[table[j], kv_head], for all of ``table``, whose
     length is that of whole vectors."""
     (M, D), (n, kv), m = queries.shape, (len(table), pool_k.shape[1]), 0
@@ -123,7 +75,7 @@ def _all_scores(queries, pool_k, kv_head, table, scale, weights):
 
 
 @strictly
-def _all_values(weights, pool_v, kv_head, table, n, result):
+def _values(weights, pool_v, kv_head, table, n, result):
     """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n, added up in this order;
     result [M, D]."""
     (M, D), (W, kv), m = result.shape, (weights.shape[1], pool_v.shape[1]), 0
@@ -176,33 +128,57 @@ def _all_values(weights, pool_v, kv_head, table, n, result):
 
 
 @kernel
-def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
-    """All nodes of request r, in the query heads that share a key head."""
+def _gathered(r, kv_head, new, pool, sequences, own, begin):
+    """What the T newest nodes of request r read, whose keys and values are in the pool then.
+
+    begin: the first position of its prefix that is read. Returns queries [T * group, D], node by
+    node; the KV slots of all keys, those of the E nodes ``own`` last, filled up to whole vectors;
+    and as many weights for each query.
+    """
     (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
     b, E = own.shape
     T, D = q.shape[0] // b, q.shape[2]
     group = q.shape[1] // k.shape[1]
-    first, seen, old, before = r * T, prefix[r], E - T, kv_head * group
-    whole = -(-(seen + E) // LANES) * LANES
+    first, seen, before = r * T, prefix[r] - begin, kv_head * group
+    table = np.empty(-(-(seen + E) // LANES) * LANES, np.int64)
     queries = np.empty((T * group, D), np.float32)
-    weights = np.zeros((T * group, whole), np.float32)
-    result = np.empty((T * group, D), np.float32)
-    table = np.empty(whole, np.int64)
     for j in range(seen):
-        table[j] = slot_table[slots[r], j]
+        table[j] = slot_table[slots[r], begin + j]
     for i in range(E):
         table[seen + i] = own[r, i]
-    for j in range(seen + E, whole):
+    for j in range(seen + E, len(table)):
         table[j] = own[r, 0]
     for i in range(T):
-        pool_k[own[r, old + i], kv_head] = k[first + i, kv_head]
-        pool_v[own[r, old + i], kv_head] = v[first + i, kv_head]
+        pool_k[own[r, E - T + i], kv_head] = k[first + i, kv_head]
+        pool_v[own[r, E - T + i], kv_head] = v[first + i, kv_head]
         for h in range(group):
             queries[i * group + h] = q[first + i, before + h]
-    _all_scores(queries, pool_k, kv_head, table, scale, weights)
-    hidden, path = np.empty(whole, np.bool_), np.empty(E, np.int64)
+    return queries, table, np.zeros((T * group, len(table)), np.float32)
+
+
+@kernel
+def _read(r, kv_head, weights, pool_v, table, keys, out):
+    """out, of the queries that ``_gathered`` returns: what their weights read of the first keys."""
+    group = out.shape[1] // pool_v.shape[1]
+    T = len(weights) // group
+    result = np.empty((T * group, out.shape[2]), np.float32)
+    _values(weights, pool_v, kv_head, table, keys, result)
     for i in range(T):
-        _off_path(hidden, seen, parents[r], old + i)
+        for h in range(group):
+            out[r * T + i, kv_head * group + h] = result[i * group + h]
+
+
+@kernel
+def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
+    """All nodes of request r, in the query heads that share a key head."""
+    E, seen, group = own.shape[1], sequences[2][r], new[0].shape[1] // new[1].shape[1]
+    queries, table, weights = _gathered(r, kv_head, new, pool, sequences, own, 0)
+    T = len(queries) // group
+    _scores(queries, pool[0], kv_head, table, scale, weights)
+
+    hidden, path = np.empty(len(table), np.bool_), np.empty(E, np.int64)
+    for i in range(T):
+        _off_path(hidden, seen, parents[r], E - T + i)
         length = 0
         for e in range(E):
             if not hidden[seen + e]:
@@ -210,10 +186,7 @@ def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
                 length += 1
         for h in range(group):
             _softmax_of_seen(weights[i * group + h], hidden, seen, path[:length])
-    _all_values(weights, pool_v, kv_head, table, seen + E, result)
-    for i in range(T):
-        for h in range(group):
-            out[first + i, before + h] = result[i * group + h]
+    _read(r, kv_head, weights, pool[1], table, seen + E, out)
 
 
 @threaded
@@ -277,26 +250,12 @@ def _softmax_of_seen(scores, hidden, seen, path):
 @kernel
 def _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, scale, out):
     """All rows of request r, in the query heads that share a key head."""
-    (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
-    T, D = own.shape[1], q.shape[2]
-    group = q.shape[1] // k.shape[1]
+    T, prefix, group = own.shape[1], sequences[2][r], new[0].shape[1] // new[1].shape[1]
     # the first position that any row sees
-    begin = max(0, prefix[r] - window + 1) if window else 0
-    first, seen = r * T, prefix[r] - begin
-    queries = np.empty((T * group, D), np.float32)
-    weights = np.empty((T * group, seen + T), np.float32)
-    result = np.empty((T * group, D), np.float32)
-    table = np.empty(seen + T, np.int64)
-    for j in range(seen):
-        table[j] = slot_table[slots[r], begin + j]
-    for i in range(T):
-        table[seen + i] = own[r, i]
-        pool_k[own[r, i], kv_head] = k[first + i, kv_head]
-        pool_v[own[r, i], kv_head] = v[first + i, kv_head]
-        for h in range(group):
-            queries[i * group + h] = q[first + i, kv_head * group + h]
-    for j in range(seen + T):
-        _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+    begin = max(0, prefix - window + 1) if window else 0
+    seen = prefix - begin
+    queries, table, weights = _gathered(r, kv_head, new, pool, sequences, own, begin)
+    _scores(queries, pool[0], kv_head, table, scale, weights)
     for i in range(T):
         # keys [low, high) of the table
         low = max(0, seen + i - window + 1) if window else 0
@@ -305,12 +264,9 @@ def _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, sc
             high = min(high, seen + i + window)
         for h in range(group):
             head = kv_head * group + h
-            sink = sinks[head] if len(sinks) else -np.float32(np.inf)
+            sink = sinks[head] if len(sinks) else -INFINITY
             _softmax_between(weights[i * group + h], low, high, sink)
-    _add_values(weights, pool_v, kv_head, table, seen + T, result)
-    for i in range(T):
-        for h in range(group):
-            out[first + i, kv_head * group + h] = result[i * group + h]
+    _read(r, kv_head, weights, pool[1], table, seen + T, out)
 
 
 @threaded

@@ -27,7 +27,7 @@ import numpy as np
 from mamba_eagle.cpu.ops.causal_conv import convolve_row
 from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
-from mamba_eagle.cpu.vector_math import ONE, ZERO, exp, softplus
+from mamba_eagle.cpu.vector_math import ONE, softplus
 from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas
 from mamba_eagle.cpu.vectors.memory import places
 from mamba_eagle.cpu.vectors.states import (
@@ -368,88 +368,6 @@ def replay(first, count, weights, conv_in, dt, history, state):
             kept[c] = source[c]
 
 
-@kernel
-def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """The recurrence node by node: convolution, torch.py's snapshot_verify, and D x.
-
-    Arguments as for deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
-    """
-    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
-    tail = nodes.tail
-    conv_in, dt, node_states, state = buffers
-    conv, heads, low, high = weights
-    A, dt_bias, D = heads[0], heads[1], heads[2]
-    b, T = rows.shape
-    K = conv.shape[0] - 1
-    history = K - 1
-    H, P, N = state.shape[1:]
-    inner, channels = H * P, xbc.shape[1]
-    heads_per_group = 2 * H * N // (channels - inner)
-    half = (channels - inner) // 2
-    convolved, row = np.empty(channels, np.float32), np.empty(channels, np.float32)
-    decays = np.empty(H, np.float32)
-    for r in range(b):
-        slot, first = slots[r], r * T
-        inputs, above = conv_in[slot], parents[r]
-        for i in range(T):
-            raw, kept = xbc[first + i], inputs[history + rows[r, i]]
-            for c in range(channels):
-                kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, rows[r], above, tail[r], i)
-            before = node_states[slot, above[i]] if i > 0 else state[state_slots[r]]
-            after, out = node_states[slot, i], y[first + i]
-            if dt.shape[2] > H:
-                keys, queries = row[inner : inner + half], row[inner + half :]
-                arrange(convolved, N, row[: inner + half], queries)
-                gates = dt[slot, rows[r, i]]
-                delta_gates(dt_raw[first + i], heads, high, gates, decays)
-                _snapshot_delta(gates, decays, row, keys, queries, before, after, out)
-                continue
-            for h in range(H):
-                step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
-                dt[slot, rows[r, i], h] = step
-                decay = exp(step * A[h])
-                of_B = inner + h // heads_per_group * N
-                B, C = convolved[of_B : of_B + N], convolved[of_B + half : of_B + half + N]
-                for p in range(P):
-                    x = convolved[h * P + p]
-                    added, old, new, total = step * x, before[h, p], after[h, p], ZERO
-                    for n in range(N):
-                        value = decay * old[n] + added * B[n]
-                        new[n] = value
-                        total += value * C[n]
-                    out[h * P + p] = total + D[h] * x
-
-
-@kernel
-def _snapshot_delta(gates, decay, values, keys, queries, before, after, y):
-    """A node of a delta rule: states before and after [H, P, N], gates [2 H], y [H*P]."""
-    H, P, N = before.shape
-    each = H * N // len(keys)
-    for h in range(H):
-        beta, kept, first = gates[H + h], decay[h], h // each * N
-        k, q = keys[first : first + N], queries[first : first + N]
-        for p in range(P):
-            old, new, found, total = before[h, p], after[h, p], ZERO, ZERO
-            for n in range(N):
-                found += old[n] * k[n]
-            u = beta * (values[h * P + p] - kept * found)
-            for n in range(N):
-                value = kept * old[n] + u * k[n]
-                new[n] = value
-                total += value * q[n]
-            y[h * P + p] = total
-
-
-class SnapshotBuffers(NamedTuple):
-    """What the snapshot scheme keeps of one layer."""
-
-    conv_in: np.ndarray  # [R, K-1 + W, C]
-    dt: np.ndarray  # [R, W, E], after softplus and clamp, or g and beta; written only
-    node_states: np.ndarray  # [R, W, H, P, N]
-    state: np.ndarray  # [state slots, H, P, N]: where the root starts
-
-
 # ── between the layers' passes: indices, and the rows of all layers at once ──
 
 
@@ -583,20 +501,3 @@ def keep_rows(
                 source, target = own_dt[layer, slot, place - history], dt[layer, journal, row]
                 for h in range(target.shape[0]):
                     target[h] = source[h]
-
-
-@kernel
-def commit_snapshots(slots, nodes, count, hidden, state_slots, node_states, state, feature):
-    """Copy the state and the feature of each request's last accepted node to its state slot.
-
-    nodes [b, D]; hidden [b*T, hidden_size]; node_states [layers, R, W, H, P, N];
-    state [layers, state slots, H, P, N]; feature [state slots, hidden_size].
-    """
-    b = slots.shape[0]
-    for layer in range(state.shape[0]):
-        for r in range(b):
-            if count[r] > 0:
-                state[layer, state_slots[r]] = node_states[layer, slots[r], nodes[r, count[r] - 1]]
-    for r in range(b):
-        if count[r] > 0:
-            feature[state_slots[r]] = hidden[r * (hidden.shape[0] // b) + nodes[r, count[r] - 1]]

@@ -24,8 +24,7 @@ from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
-from mamba_eagle.cpu.team import Program
-from mamba_eagle.cpu.weights import Mixer
+from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
@@ -60,6 +59,8 @@ class Columns(NamedTuple):
 
 class Builder(Calls):
     """Collects the calls of neighbouring residual layers."""
+
+    about = "layers of a step"
 
     def __init__(
         self,
@@ -221,8 +222,8 @@ class Builder(Calls):
     def recurrence(self, call: Call, mixer: Mixer, columns: Columns | None) -> None:
         """columns: None of a fold, which reads none."""
         c, own = mixer.config, call.block
-        weights: cpu.LayerWeights = self.scheme.weights_of(mixer)
-        buffers: cpu.Buffers = self.scheme.buffers_of(mixer)
+        weights = layer_weights(mixer)
+        buffers: cpu.Buffers = self.scheme.buffers_of(mixer.index)
         conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
         call.keep(conv=conv, heads=heads, **buffers._asdict())
         requests, rows, _ = buffers.xB.shape
@@ -258,23 +259,21 @@ class FusedRun:
 
     def __init__(self, builder: Builder) -> None:
         self.frame, self.scratch, self.calls = builder.frame, builder.scratch, builder.calls
-        self.program: Program | None = None
+        self.program = program_of(builder.about, self.calls)
+        self._blocks: Any = None  # those of the scratch that the calls know
 
     def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
         """hidden [n, hidden_size], which the result overwrites."""
-        n = hidden.shape[0]
-        if self.program is None or n > self.scratch.rows:
-            self._place(n)
-        assert self.program is not None
+        n, scratch = hidden.shape[0], self.scratch
+        if n > scratch.rows:
+            scratch.grow(n)
+        if self._blocks is not scratch.blocks:
+            for call in self.calls:
+                call.place(scratch)
+            self._blocks = scratch.blocks
         self.frame.stream, self.frame.rows = hidden.data_ptr(), n
         self.program.run(n, requests, trees)
         return hidden
-
-    def _place(self, rows: int) -> None:
-        self.scratch.grow(rows)
-        for call in self.calls:
-            call.place(self.scratch)
-        self.program = program_of("layers of a step", self.calls)
 
 
 class SingleLayer:
@@ -361,7 +360,7 @@ class FusedLayers:
         def begin() -> Builder:
             return Builder(self.frame, self._scheme(), pool, row_slots)
 
-        return parts_of(layers, fuses, begin, FusedRun)
+        return parts_of(layers, fuses, begin)
 
 
 def rotate(frame: abi.Frame, rotation: Rotation) -> None:
@@ -375,10 +374,9 @@ def parts_of(
     layers: Sequence[nn.Module],
     fuses: Callable[[Residual], bool],
     begin: Callable[[], Builder],
-    end: Callable[[Any], Any],
 ) -> list[Any] | None:
     """Neighbours with programs (``fuses``) together, others by themselves; None if none has one.
-    begin, end: make a builder, and of it what runs its calls."""
+    begin: makes a builder."""
     steps = all_residuals(layers)
     if not any(map(fuses, steps)):
         return None
@@ -390,7 +388,7 @@ def parts_of(
         builder = begin()
         for step in neighbours:
             builder.add(step)
-        made.append(end(builder))
+        made.append(FusedRun(builder))
     return made
 
 

@@ -63,8 +63,9 @@ class Calls:
             call.lies(x=PARTS if isinstance(product, cpu_tiles.Product) else x)
         call.kept.append(packed)
         self.calls.append(call)
-        for added in layer.additions if self.row_slots is not None else ():
-            self._add(cast(CpuAddition, added), x, y, product.width)
+        if self.row_slots is not None and layer.additions is not None:
+            for added in layer.additions.parts:
+                self._add(cast(CpuAddition, added), x, y, product.width)
         return product.width
 
     def _add(self, added: CpuAddition, x: str, y: str, width: int) -> None:

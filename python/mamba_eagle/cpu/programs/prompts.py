@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.programs.calls import Scratch, program_of
+from mamba_eagle.cpu.programs.calls import Scratch
 from mamba_eagle.cpu.programs.layers import NS_PER_NUMBER, Builder, Columns, has_program, parts_of
 from mamba_eagle.cpu.spans import prompts as spans
 from mamba_eagle.cpu.weights import Mixer, layer_weights
@@ -41,6 +41,8 @@ class PromptTables(NamedTuple):
 
 class PromptBuilder(Builder):
     """Collects the calls of neighbouring layers; states are read from and saved to state slots."""
+
+    about = "layers of a prompt"
 
     def __init__(
         self,
@@ -89,26 +91,6 @@ class PromptBuilder(Builder):
             self.scratch.want(name, per_row)
         columns.describe(call)
         call.lies(convolved="convolved", steps="steps", decay="decay", out="y")
-
-
-class PromptRun:
-    """Neighbouring layers as one program."""
-
-    def __init__(self, builder: PromptBuilder) -> None:
-        self.frame, self.scratch, self.calls = builder.frame, builder.scratch, builder.calls
-        self.program = program_of("layers of a prompt", self.calls)
-        self._blocks: Any = None  # those of the scratch that the calls know
-
-    def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
-        """hidden [n, hidden_size], which the result overwrites."""
-        if self._blocks is not self.scratch.blocks:
-            for call in self.calls:
-                call.place(self.scratch)
-            self._blocks = self.scratch.blocks
-        n = hidden.shape[0]
-        self.frame.stream, self.frame.rows = hidden.data_ptr(), n
-        self.program.run(n, requests, trees)
-        return hidden
 
 
 class PromptPrograms:
@@ -179,9 +161,7 @@ class PromptPrograms:
             return has_program(step, False)
 
         slots = self.row_slots if adapted else None
-        return parts_of(
-            layers, fuses, lambda: PromptBuilder(self.frame, pool, self.scratch, slots), PromptRun
-        )
+        return parts_of(layers, fuses, lambda: PromptBuilder(self.frame, pool, self.scratch, slots))
 
     def _describe(self, tables: PromptTables, kept: KeptInputs | None) -> int:
         """Returns the number of requests."""

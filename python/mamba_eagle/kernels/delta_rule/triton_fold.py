@@ -17,7 +17,8 @@ from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes
 
 
-@triton.jit
+# not specialized, so that one kernel serves all numbers of requests
+@triton.jit(do_not_specialize=["b"])
 def _fold_kernel(
     gates,  # [layers, R, W, GATES]
     keys,  # [layers, R, W, G*N]

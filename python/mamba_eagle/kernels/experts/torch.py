@@ -13,6 +13,7 @@ class Routes(NamedTuple):
 
     experts: Tensor  # [n, k] int64 or int32
     weights: Tensor  # [n, k] float32
+    share: Tensor | None = None  # [n, 1] float32, logits of a shared expert's weight
 
 
 class Choice(NamedTuple):

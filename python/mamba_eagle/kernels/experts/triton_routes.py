@@ -41,11 +41,13 @@ def dot(w, x, acc):
 def _logits_kernel(
     x,  # [n, SIZE], rows x_stride apart
     weight,  # [NUM_EXPERTS, SIZE]
-    parts,  # [shares, n, NUM_EXPERTS] float32
+    beside,  # [BESIDE, SIZE], multiplied by the last programs
+    parts,  # [shares, n, NUM_EXPERTS + BESIDE] float32
     n,
     x_stride,
     SIZE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    BESIDE: tl.constexpr,  # 0 or 1
     SHARE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -55,32 +57,39 @@ def _logits_kernel(
     share = tl.program_id(0)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    is_expert, is_token = expert < NUM_EXPERTS, token < n
+    rows, is_expert, is_token = weight, expert < NUM_EXPERTS, token < n
+    row = expert
+    if tl.program_id(1) * EXPERTS >= NUM_EXPERTS:  # all experts have programs
+        rows, row = beside, tl.arange(0, EXPERTS)
+        expert = NUM_EXPERTS + row
+        is_expert = row < BESIDE
     acc = tl.zeros([EXPERTS, TOKENS], tl.float32)
     previous_done(OVERLAP)
     for step in tl.range(0, SHARE // COLUMNS, num_stages=SHARE // COLUMNS):
         column = share * SHARE + step * COLUMNS + tl.arange(0, COLUMNS)
         inside = (column < SIZE)[None, :]
-        at = expert[:, None] * SIZE + column[None, :]
-        w = tl.load(weight + at, mask=is_expert[:, None] & inside, other=0.0)
+        at = row[:, None] * SIZE + column[None, :]
+        w = tl.load(rows + at, mask=is_expert[:, None] & inside, other=0.0)
         at = token.to(tl.int64)[:, None] * x_stride + column[None, :]
         t = tl.load(x + at, mask=is_token[:, None] & inside, other=0.0)
         acc = dot(w, t, acc)
-    at = (share.to(tl.int64) * n + token)[None, :] * NUM_EXPERTS + expert[:, None]
+    at = (share.to(tl.int64) * n + token)[None, :] * (NUM_EXPERTS + BESIDE) + expert[:, None]
     tl.store(parts + at, acc, mask=is_expert[:, None] & is_token[None, :])
 
 
 @triton.jit(do_not_specialize=["n"])
 def _route_kernel(
-    parts,  # [SHARES, n, NUM_EXPERTS] float32
+    parts,  # [SHARES, n, NUM_EXPERTS + BESIDE] float32
     bias,  # [NUM_EXPERTS], read if SIGMOID
     ids,  # [n, TOP_K] int32
     weights,  # [n, TOP_K] float32
+    share_logits,  # [n] float32, written if BESIDE
     n,
     scaling,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    BESIDE: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,  # at least NUM_EXPERTS
@@ -93,8 +102,13 @@ def _route_kernel(
     previous_done(OVERLAP)
     score = tl.zeros([BLOCK], tl.float32)
     for share in tl.static_range(SHARES):
-        at = (share * n + token) * NUM_EXPERTS + expert
+        at = (share * n + token) * (NUM_EXPERTS + BESIDE) + expert
         score += tl.load(parts + at, mask=inside, other=0.0)
+    if BESIDE > 0:
+        logit = 0.0
+        for share in tl.static_range(SHARES):
+            logit += tl.load(parts + (share * n + token) * (NUM_EXPERTS + 1) + NUM_EXPERTS)
+        tl.store(share_logits + token, logit)
     key = score
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
@@ -122,22 +136,31 @@ def _route_kernel(
     tl.store(weights + at, share, mask=slot < TOP_K)
 
 
-def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = None) -> Routes:
+def route(
+    hidden: Tensor,
+    weight: Tensor,
+    choice: Choice,
+    ids: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> Routes:
     """``torch.choose`` of the logits. hidden [n, size] and weight [E, size] of 16 bits. ids: [n, k]
-    int32, where the experts are written."""
+    int32, where the experts are written. beside: [1, size], whose product is the routes' share."""
     (n, size), experts = hidden.shape, len(weight)
     device = hidden.device
     shares = triton.cdiv(size, SHARE)
-    parts = torch.empty(shares, n, experts, dtype=torch.float32, device=device)
+    extra = 0 if beside is None else 1
+    parts = torch.empty(shares, n, experts + extra, dtype=torch.float32, device=device)
     tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(n)))
-    _logits_kernel[(shares, triton.cdiv(experts, EXPERTS), triton.cdiv(n, tokens))](
+    _logits_kernel[(shares, triton.cdiv(experts, EXPERTS) + extra, triton.cdiv(n, tokens))](
         hidden,
         weight,
+        weight if beside is None else beside,
         parts,
         n,
         hidden.stride(0),
         SIZE=size,
         NUM_EXPERTS=experts,
+        BESIDE=extra,
         SHARE=SHARE,
         EXPERTS=EXPERTS,
         TOKENS=tokens,
@@ -148,17 +171,20 @@ def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = N
     if ids is None:
         ids = torch.empty(n, choice.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(n, choice.top_k, dtype=torch.float32, device=device)
+    share = None if beside is None else torch.empty(n, 1, dtype=torch.float32, device=device)
     block = triton.next_power_of_2(experts)
     _route_kernel[(n,)](
         parts,
         weights if choice.bias is None else choice.bias,
         ids,
         weights,
+        weights if share is None else share,
         n,
         choice.scaling,
         SIGMOID=choice.bias is not None,
         NORMALIZE=choice.normalize,
         NUM_EXPERTS=experts,
+        BESIDE=extra,
         TOP_K=choice.top_k,
         SHARES=shares,
         BLOCK=block,
@@ -166,7 +192,7 @@ def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = N
         num_warps=max(1, block // 128),
         **overlapping(hidden.device),
     )
-    return Routes(ids, weights)
+    return Routes(ids, weights, share)
 
 
 # ── pairs of a token and an expert, by expert ──

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
-from mamba_eagle.kernels.gpu import overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
@@ -132,15 +132,19 @@ class Config(NamedTuple):
     splits: int  # shares of the columns
     warps: int
     stages: int  # iterations in flight
+    ahead: int = 0  # as in kernels/linear
+
+
+PRECISE = tl.constexpr(128)  # columns that are summed up in the tensor cores before they are added
 
 
 @triton.jit
-def _dot(w, x, acc, IMPRECISE: tl.constexpr):
+def _dot(w, x, acc):
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
     else:
         # sums inside of the tensor cores have fewer bits than float32: carry them over in time
-        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
+        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PRECISE)
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
@@ -167,6 +171,7 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -177,6 +182,8 @@ def _product_kernel(
     rows = weight + row.to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[:, None] * columns
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    known = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
+    fetch_ahead(known, split * share * COLUMNS, columns, AHEAD)
     previous_done(OVERLAP)
     for step in tl.range(0, share, num_stages=STAGES):
         at = column + step * COLUMNS
@@ -184,7 +191,7 @@ def _product_kernel(
         w = tl.load(rows + at[None, :], mask=is_row[:, None] & inside, other=0.0)
         t = tl.load(tokens + at[None, :], mask=is_token[:, None] & inside, other=0.0)
         if BLOCK_OUT > 0:
-            part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+            part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
             block = tl.minimum(split * share + step, blocks_in - 1)
             s = tl.load(scale + row // BLOCK_OUT * blocks_in + block, mask=is_row, other=0.0)
             if GROUPED:
@@ -192,7 +199,7 @@ def _product_kernel(
                 part *= tl.load(own, mask=is_token, other=0.0)[None, :]
             acc += part * s[:, None]
         else:
-            acc = _dot(w, t, acc, COLUMNS)
+            acc = _dot(w, t, acc)
     keep = is_row[:, None] & is_token[None, :]
     at = token.to(tl.int64)[None, :] * out + row[:, None]
     if SPLIT:
@@ -241,17 +248,22 @@ def _join_kernel(
 
 
 PROGRAMS = 264  # two for each of a Hopper GPU's 132 multiprocessors
+ENOUGH = 128  # programs, of which each reads 256 columns at a time
 
 
 def choose_config(n: int, rows: int, columns: int, blocks: bool) -> Config:
     """For a weight [rows, columns] and n tokens; blocks: whether scales are of blocks.
 
-    Up to 64 tokens all are in one program, and columns are split until every multiprocessor has two
-    programs: a program that reads the weight is bound by how much it has in flight.
+    Up to 64 tokens all are in one program, and columns are split until there are enough programs:
+    one that reads the weight is bound by how much it has in flight. What is in flight at 32 tokens
+    fits into a multiprocessor twice.
     """
     if n > 64:
         return Config(128, 128, 128, 1, 8, 3)
     tokens = max(16, triton.next_power_of_2(n))
+    if n <= 32 and not blocks:
+        many = rows >= 64 * ENOUGH
+        return Config(64, tokens, 256, 1 if many else 2, 4, 5 if many else 4, ahead=4)
     programs, steps, splits = triton.cdiv(rows, 64), triton.cdiv(columns, 128), 1
     while not blocks and programs * splits * 2 <= 2 * PROGRAMS and steps >= splits * 8:
         splits *= 2
@@ -304,6 +316,7 @@ def product(
         COLUMNS=config.columns,
         SPLIT=splits > 1,
         STAGES=config.stages,
+        AHEAD=config.ahead if launches_overlap(device) else 0,
         num_warps=config.warps,
         **overlapping(device),
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import launches_overlap, overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 
 class Config(NamedTuple):
@@ -55,16 +55,7 @@ def _linear_kernel(
     is_row, is_token = row < out, token < n
     rows = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[None, :] * x_stride
-    if AHEAD > 0:  # the kernel before does not write weights
-        line = tl.minimum(64 * tl.arange(0, AHEAD), columns - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(rows + line[None, :]).to(tl.int64)],
-            tl.int32,
-            False,
-            1,
-        )
+    fetch_ahead(rows, 0, columns, AHEAD)
     previous_done(OVERLAP)
     column = tl.arange(0, COLUMNS)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)

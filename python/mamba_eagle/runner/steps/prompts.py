@@ -244,7 +244,7 @@ class PromptRunner:
         if self.step.adapters.any([item.slot for item in items]):
             rows = [(part.item.slot, part.length) for part in parts]
             slots, lengths = self._indices(list(zip(*rows)))
-            with self.step.adapters.over(slots, lengths):
+            with self.step.adapters.over(slots, lengths, len(tokens)):
                 features = model(tokens, ctx)
         else:
             features = model(tokens, ctx)

@@ -19,6 +19,7 @@ from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits
 from mamba_eagle.runner.tiers.exports import ExportFiles, ForeignFile
 from mamba_eagle.runner.tiers.host import HostUnits, PinnedUnits
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, SlotBytes
+from mamba_eagle.runner.tiers.whole import WholeUnits
 
 log = logging.getLogger("mamba_eagle.runner")
 PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
@@ -47,9 +48,18 @@ class Launch(NamedTuple):
 
     def wait(self) -> None:
         if self.done is not None:
-            self.done.exception()
+            self.failure()
         else:
             self._stamp.wait()
+
+    def failure(self) -> OSError | None:
+        """Why the copy is lost, on all ranks; waits for its end.
+
+        Raises: what has ended this rank's exchange with the others."""
+        error = self.done.exception() if self.done is not None else None
+        if error is None or isinstance(error, OSError):
+            return error
+        raise error
 
 
 class TierCopies:
@@ -59,16 +69,16 @@ class TierCopies:
         self,
         slots: DeviceSlots,
         sizes: TierSizes,
-        unit_bytes: int,
+        whole: WholeUnits,
         place: Place,
         disk: DiskUnits | None = None,
         exports: ExportFiles | None = None,
     ) -> None:
         self.exports = exports
         self.slots, self.sizes, self.place, self.disk = slots, sizes, place, disk
-        self.unit_bytes = unit_bytes
+        self.whole, self.unit_bytes = whole, whole.own_bytes[whole.group.rank]
         kind = HostUnits if place.on_host else PinnedUnits
-        self.host = kind(sizes.host_units, unit_bytes, place)
+        self.host = kind(sizes.host_units, self.unit_bytes, place)
         self.thread = ThreadPoolExecutor(1, "disk cache")
         if disk is not None:
             self.thread.submit(disk.restore)
@@ -79,6 +89,9 @@ class TierCopies:
 
     def leave(self, plan: Plan) -> None:
         """What goes from the device, before its slots are written."""
+        for number in plan.arrived:
+            if number in self.launched:  # another rank was faster; units may change hands now
+                self.launched.pop(number).wait()
         if plan.empties_disk and self.disk is not None:
             self.thread.submit(self.disk.empty)
         for copy in plan.copies:
@@ -92,9 +105,6 @@ class TierCopies:
 
     def come(self, plan: Plan) -> None:
         """What comes to the device, after all else has read its slots."""
-        for number in plan.arrived:
-            if number in self.launched:  # another rank was faster
-                self.launched.pop(number).wait()
         for copy in plan.copies:
             if copy.target.tier == 0:
                 with self.host.beside():
@@ -119,6 +129,11 @@ class TierCopies:
 
     def _save(self, copy: TierCopy) -> None:
         rows = self.host.data[torch.as_tensor(_units(copy.source).tolist(), dtype=torch.int64)]
+        whole = self.whole.collect(rows, copy.source)
+        self.whole.first_does(lambda: self._to_file(copy, whole))
+
+    def _to_file(self, copy: TierCopy, rows: Tensor | None) -> None:
+        assert rows is not None
         if copy.path:
             assert self.exports is not None
             self.exports.write(copy.path, rows, copy.label)
@@ -127,15 +142,20 @@ class TierCopies:
             self.disk.write(_units(copy.target), rows, copy.label)
 
     def _restore(self, copy: TierCopy) -> None:
-        units = _units(copy.target)
-        rows = torch.empty(len(units), self.unit_bytes, dtype=torch.uint8)
+        whole = self.whole.first_does(lambda: self._from_file(copy))
+        rows = self.whole.hand_out(whole, copy.target)
+        self.host.data[torch.as_tensor(_units(copy.target).tolist(), dtype=torch.int64)] = rows
+
+    def _from_file(self, copy: TierCopy) -> Tensor:
+        units = _units(copy.source)
+        rows = torch.empty(len(units), self.whole.unit_bytes, dtype=torch.uint8)
         if copy.path:
             assert self.exports is not None
-            self.exports.read(copy.path, _units(copy.source), rows)
+            self.exports.read(copy.path, units, rows)
         else:
             assert self.disk is not None
-            self.disk.read(_units(copy.source), rows)
-        self.host.data[torch.as_tensor(units.tolist(), dtype=torch.int64)] = rows
+            self.disk.read(units, rows)
+        return rows
 
     # ── the device ───────────────────────────────────────────────────────────────────────────
 
@@ -184,7 +204,7 @@ class TierCopies:
         for number, launch in list(self.launched.items()):
             if launch.ended:
                 del self.launched[number]
-                error = launch.done.exception() if launch.done is not None else None
+                error = launch.failure()
                 (ended.lost if error is not None else ended.copied).append(number)
                 if isinstance(error, (ForeignFile, DamagedUnits)):
                     ended.problems[number] = str(error)

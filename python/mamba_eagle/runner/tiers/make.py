@@ -11,20 +11,19 @@ import msgspec
 
 from mamba_eagle.backend.place import Place
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.drafting.base import Drafter
 from mamba_eagle.message import TierSizes
-from mamba_eagle.runner.pools import Pools
 from mamba_eagle.runner.ranks import Ranks
 from mamba_eagle.runner.tiers.copies import TierCopies
 from mamba_eagle.runner.tiers.disk import DiskUnits
 from mamba_eagle.runner.tiers.exports import ExportFiles
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots
+from mamba_eagle.runner.tiers.whole import Share, WholeUnits, shares_of
 
-LAYOUT = 1  # of units, records and files; another number makes all folders foreign
-STATE_UNIT = 1 << 16  # bytes of a unit, if tokens have no keys and values
+LAYOUT = 2  # of units, records and files; another number makes all folders foreign
 SAMPLE = 1 << 12  # bytes
 SAMPLES = 256  # per file
-# What slots hold depends on these, besides weights and shapes.
+# What slots hold depends on these, besides weights and shapes. The bits of a drafter's weights are
+# left out: they change drafts alone, and may depend on the number of ranks.
 SETTINGS = (
     "load_format",
     "dtype",
@@ -33,54 +32,49 @@ SETTINGS = (
     "mamba_ssm_rounding",
     "mamba_verify_mode",
     "quantization",
-    "speculative_draft_model_quantization",
     "speculative_algorithm",
     "device",
 )
 
 
 def tier_copies(
-    config: EngineConfig, pools: Pools, drafter: Drafter, place: Place, ranks: Ranks
+    config: EngineConfig, slots: DeviceSlots, place: Place, ranks: Ranks
 ) -> TierCopies | None:
     """None without --host-cache-gb. All ranks call it together.
 
     Raises: ConfigError if a tier has room for nothing, or its folder cannot be used."""
     if not config.host_cache_bytes:
         return None
-    own = drafter.cached_pools()
-    slots = DeviceSlots.of([pools.kv, own.kv], [pools.states, own.states], pools.journals)
-    kv, states, journals = (part.size for part in slots)
-    unit = kv or STATE_UNIT
-    wanted = [-int(kv > 0), -max(1, -(-states // unit)), -max(1, -(-journals // unit))]
-    kv_units, state_units, journal_units = (-number for number in ranks.smallest(wanted))
-    unit = max(kv, 64, -(-states // state_units), -(-journals // journal_units))
-    fit = [config.host_cache_bytes // config.num_ranks // unit, config.disk_cache_bytes // unit]
-    host_units, disk_units = ranks.smallest(fit)
+    whole = WholeUnits(ranks.every(shares_of(slots), list[list[Share]]), ranks.beside)
+    widest, unit, (kv, state, journal) = max(whole.own_bytes), whole.unit_bytes, whole.sizes
     sizes = TierSizes(
-        host_units=host_units,
-        disk_units=disk_units,
-        kv_units=kv_units,
-        state_units=state_units,
-        journal_units=journal_units,
+        host_units=config.host_cache_bytes // config.num_ranks // widest,
+        disk_units=config.disk_cache_bytes // unit,
+        kv_units=kv,
+        state_units=state,
+        journal_units=journal,
     )
-    least = state_units + 1
-    for flag, units in (("--host-cache-gb", host_units), ("--disk-cache-gb", disk_units)):
-        if units < least and (flag == "--host-cache-gb" or config.cache_dir):
-            size = least * unit * config.num_ranks / 1e9
-            raise ConfigError([f"{flag}: one state takes {size:.3f} of it: give more, or 0"])
-    exports = ExportFiles(partial(export_facts, config, slots, unit))
-    if not config.cache_dir:
-        return TierCopies(slots, sizes, unit, place, exports=exports)
-    disk = DiskUnits(config.cache_dir, fingerprint(config, slots), disk_units, unit)
-    sizes = msgspec.structs.replace(sizes, disk_log=str(disk.log))
-    return TierCopies(slots, sizes, unit, place, disk, exports)
+    for flag, units, size in (
+        ("--host-cache-gb", sizes.host_units, widest * config.num_ranks),
+        ("--disk-cache-gb", sizes.disk_units, unit),
+    ):
+        if units <= state and (flag == "--host-cache-gb" or config.cache_dir):
+            least = (state + 1) * size / 1e9
+            raise ConfigError([f"{flag}: one state takes {least:.3f} of it: give more, or 0"])
+    disk = None
+    if config.cache_dir and ranks.number == 0:
+        disk = DiskUnits(config.cache_dir, fingerprint(config, whole), sizes.disk_units, unit)
+    path = ranks.every("" if disk is None else str(disk.log), str)[0]
+    sizes = msgspec.structs.replace(sizes, disk_log=path)
+    exports = ExportFiles(partial(export_facts, config, whole)) if ranks.number == 0 else None
+    return TierCopies(slots, sizes, whole, place, disk, exports)
 
 
-def fingerprint(config: EngineConfig, slots: DeviceSlots) -> str:
+def fingerprint(config: EngineConfig, whole: WholeUnits) -> str:
     """32 digits. Another model, drafter, dtype, layout or version has others: files are compared by
     name, size, time of change and samples of their bytes."""
     found = blake2b(digest_size=16)
-    facts = [LAYOUT, version("mamba-eagle"), _layout(slots), [getattr(config, n) for n in SETTINGS]]
+    facts = [LAYOUT, version("mamba-eagle"), whole.layout, [getattr(config, n) for n in SETTINGS]]
     found.update(json.dumps(facts).encode())
     for path in (config.model_path, config.speculative_draft_model_path):
         for file in _weight_files(path):
@@ -89,7 +83,7 @@ def fingerprint(config: EngineConfig, slots: DeviceSlots) -> str:
     return found.hexdigest()
 
 
-def export_facts(config: EngineConfig, slots: DeviceSlots, unit_bytes: int) -> dict[str, Any]:
+def export_facts(config: EngineConfig, whole: WholeUnits) -> dict[str, Any]:
     """What two servers must have in common for one to use what the other has computed. Files of
     weights are compared by name, size and 4 KiB of each MiB: copies have other times."""
     facts = {"version": version("mamba-eagle"), **{n: getattr(config, n) for n in SETTINGS}}
@@ -101,12 +95,8 @@ def export_facts(config: EngineConfig, slots: DeviceSlots, unit_bytes: int) -> d
         for file in _weight_files(path):
             _add_file(found, file, max(SAMPLES, file.stat().st_size >> 20))
         facts[name] = found.hexdigest()
-    layout = blake2b(json.dumps([LAYOUT, _layout(slots)]).encode(), digest_size=16)
-    return {**facts, "unit_bytes": unit_bytes, "layout": layout.hexdigest()}
-
-
-def _layout(slots: DeviceSlots) -> list[list[tuple[str, list[int]]]]:
-    return [[(str(part.tensor.dtype), part.slot_shape) for part in kind.parts] for kind in slots]
+    layout = blake2b(json.dumps([LAYOUT, whole.layout]).encode(), digest_size=16)
+    return {**facts, "unit_bytes": whole.unit_bytes, "layout": layout.hexdigest()}
 
 
 def _weight_files(path: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -11,6 +11,17 @@ from torch import Tensor
 
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, StatePool
+from mamba_eagle.model_config import ModelConfig, Span
+from mamba_eagle.parallel.shard import Shard, attention_heads, recurrent_heads
+
+WHOLE: Mapping[int, Cut] = {}
+
+
+class Cut(NamedTuple):
+    """What a rank has along an axis of the whole model's tensor: spans, one after the other."""
+
+    whole: int
+    spans: Sequence[Span]
 
 
 class Part(NamedTuple):
@@ -18,6 +29,11 @@ class Part(NamedTuple):
 
     tensor: Tensor
     dim: int
+    name: str = ""  # the same on all ranks
+    cuts: Mapping[int, Cut] = WHOLE  # by axis of a slot
+
+    def order(self) -> tuple[int, str]:
+        return -self.tensor.element_size(), self.name
 
     @property
     def slot_shape(self) -> list[int]:
@@ -27,28 +43,78 @@ class Part(NamedTuple):
 
 
 class SlotBytes:
-    """Slots of one kind. The bytes of a slot are those of each part, one after the other: all
-    layers of the first, and so on. So layers, heads and kinds of state need not be known here."""
+    """Slots of one kind. The bytes of a slot are those of each part, one after the other, the
+    widest numbers first, which keeps them aligned, and then by name: all layers of the first, and
+    so on. So layers, heads and kinds of state need not be known here."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = [part for part in parts if part.tensor.numel()]
+        self.parts = sorted((part for part in parts if part.tensor.numel()), key=Part.order)
         self.sizes = [prod(part.slot_shape) * part.tensor.element_size() for part in self.parts]
         self.size = sum(self.sizes)  # bytes of a slot
 
     def read(self, slots: Tensor) -> Tensor:
         """slots [n] int64 -> [n, size] uint8, a copy."""
         found = [torch.empty(len(slots), 0, dtype=torch.uint8, device=slots.device)]
-        for tensor, dim in self.parts:
-            rows = tensor.index_select(dim, slots).movedim(dim, 0)
+        for part in self.parts:
+            rows = part.tensor.index_select(part.dim, slots).movedim(part.dim, 0)
             found.append(rows.reshape(len(slots), -1).view(torch.uint8))
         return torch.cat(found, dim=1)
 
     def write(self, slots: Tensor, data: Tensor) -> None:
         """slots [n] int64, data [n, size] uint8."""
         for part, values in zip(self.parts, data.split(self.sizes, dim=1)):
-            tensor, dim = part
-            rows = values.contiguous().view(tensor.dtype).view(len(slots), *part.slot_shape)
-            tensor.index_copy_(dim, slots, rows.movedim(0, dim))
+            rows = values.contiguous().view(part.tensor.dtype).view(len(slots), *part.slot_shape)
+            part.tensor.index_copy_(part.dim, slots, rows.movedim(0, part.dim))
+
+
+class Held(NamedTuple):
+    """The pools of a model on one rank, and what that has of it."""
+
+    name: str
+    kv: KVPool | None
+    states: StatePool | None
+    model: ModelConfig  # the whole one
+    shard: Shard
+    layers: Span
+
+    def kv_parts(self) -> list[Part]:
+        attention = self.model.attention
+        if self.kv is None or attention is None:
+            return []
+        groups = [Span(g, g + 1) for g in attention_heads(self.shard, attention).groups]
+        cuts = {0: self._layers("attention"), 1: Cut(attention.num_kv_heads, groups)}
+        return [Part(b, 1, f"{self.name} {n}", cuts) for n, b in enumerate(self.kv.bits)]
+
+    def state_parts(self) -> list[Part]:
+        if (pool := self.states) is None:
+            return []
+        parts = [Part(pool.feature, 0, f"{self.name} feature")]
+        if (recurrence := self.model.recurrence) is not None:
+            heads = recurrent_heads(self.shard, recurrence).heads
+            cuts = {0: self._layers("recurrent"), 1: Cut(recurrence.num_heads, [heads])}
+            parts.append(Part(pool.ssm, 1, f"{self.name} ssm", cuts))
+            parts.append(Part(pool.conv, 1, f"{self.name} conv", self._rows_of(channels=True)))
+        return parts
+
+    def journal_parts(self, journals: SavedJournals) -> list[Part]:
+        parts = [Part(journals.feature, 0, "feature")]
+        if self.model.recurrence is not None:
+            parts.append(Part(journals.conv_in, 1, "conv", self._rows_of(channels=True)))
+            parts.append(Part(journals.gates, 1, "gates", self._rows_of(channels=False)))
+        return parts
+
+    def _layers(self, kind: str) -> Cut:
+        before = [self.model.places_before(layer, kind) for layer in self.layers]
+        return Cut(self.model.places_before(len(self.model.blocks), kind), [Span(*before)])
+
+    def _rows_of(self, channels: bool) -> dict[int, Cut]:
+        """Of [layers, tokens, channels or gates]."""
+        config = self.model.recurrence
+        assert config is not None
+        widths = config.channel_widths if channels else config.gate_widths
+        spans = recurrent_heads(self.shard, config).spans(widths, config)
+        size = config.conv_dim if channels else config.gate_size
+        return {0: self._layers("recurrent"), 2: Cut(size, spans)}
 
 
 class DeviceSlots(NamedTuple):
@@ -59,17 +125,10 @@ class DeviceSlots(NamedTuple):
     journals: SlotBytes
 
     @classmethod
-    def of(
-        cls,
-        kv_pools: Sequence[KVPool | None],
-        state_pools: Sequence[StatePool | None],
-        journals: SavedJournals,
-    ) -> DeviceSlots:
-        """The target's pools and the drafter's, if it has any."""
-        kv = [Part(bits, 1) for pool in kv_pools if pool is not None for bits in pool.bits]
-        states = []
-        for pool in state_pools:
-            if pool is not None:
-                states += [Part(pool.ssm, 1), Part(pool.conv, 1), Part(pool.feature, 0)]
-        rows = [Part(journals.conv_in, 1), Part(journals.gates, 1), Part(journals.feature, 0)]
-        return cls(SlotBytes(kv), SlotBytes(states), SlotBytes(rows))
+    def of(cls, held: Sequence[Held], journals: SavedJournals) -> DeviceSlots:
+        """held: the target, and the drafter if it has a network."""
+        return cls(
+            SlotBytes([part for each in held for part in each.kv_parts()]),
+            SlotBytes([part for each in held for part in each.state_parts()]),
+            SlotBytes(held[0].journal_parts(journals)),
+        )

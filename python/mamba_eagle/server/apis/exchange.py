@@ -72,8 +72,8 @@ async def import_prefix(request: Request) -> Response:
 
 def _need_tier(state: ServerState) -> None:
     """Raises: RequestError 400"""
-    if not state.config.host_cache_gb or state.config.num_ranks > 1:
-        raise RequestError("this takes a server with --host-cache-gb, and with one rank")
+    if not state.config.host_cache_gb:
+        raise RequestError("this takes a server with --host-cache-gb")
 
 
 def _new_file(state: ServerState) -> Path:

@@ -1,7 +1,14 @@
-"""Receives bodies: how long they may be, and how many are held at the same time."""
+"""Receives bodies: how long they may be, how many are held at a time, and where they are read.
+
+Small bodies are read on the event loop: a thread would cost more than the work. Others go to a
+thread, and long ones do not stand before shorter ones. Threads share one interpreter, so what they
+do is done in pieces (json_body.py), by numpy, or by the Rust tokenizer, which do not keep its lock.
+"""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -10,7 +17,6 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY, MAX_TIMEOUT
 from mamba_eagle.server.bodies.grammars import Untried
 from mamba_eagle.server.bodies.model import accepts_unknown
-from mamba_eagle.server.bodies.threads import BodyThreads
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.disconnect import unless_gone
 from mamba_eagle.server.http.json_body import decode_object
@@ -25,6 +31,10 @@ READABLE_TYPES = (
     "text/plain",
 )
 READABLE_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+SMALL_BODY = 4096  # bytes; encoding them takes about 2 ms
+QUICK_BODY = 2**18  # about 150 ms
+CHAT_THREADS = 8  # a template that loops holds one of them until it is stopped
+
 T = TypeVar("T")
 
 
@@ -41,7 +51,10 @@ class Bodies:
         self.allow_unknown_fields = allow_unknown_fields
         self.capacity = max(MAX_BODIES_IN_MEMORY, 2 * max_size)
         self.held = 0  # bytes of the bodies that are being received or read
-        self.threads = BodyThreads()
+        threads = max(1, (os.cpu_count() or 1) // 4)
+        self._quick = ThreadPoolExecutor(threads, "quick-body")
+        self._slow = ThreadPoolExecutor(threads, "slow-body")
+        self._chats = ThreadPoolExecutor(CHAT_THREADS, "chat-body")  # templates are programs
 
     async def read(
         self,
@@ -69,7 +82,11 @@ class Bodies:
 
             while True:
                 try:
-                    return await self.threads.run(body, read, is_chat)
+                    if len(body) <= SMALL_BODY and not is_chat:
+                        return read()
+                    pool = self._slow if len(body) > QUICK_BODY else self._quick
+                    pool = self._chats if is_chat and pool is self._quick else pool
+                    return await asyncio.get_running_loop().run_in_executor(pool, read)
                 except Untried as untried:
                     await _settle(untried, request, timeouts)
         finally:

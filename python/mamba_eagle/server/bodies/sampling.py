@@ -132,6 +132,8 @@ class Sampled(Body):
 
         Raises: RequestError 400
         """
+        if not self.bad_words:
+            return []
         bare = [word.lstrip() for word in self.bad_words]
         if not all(bare):
             raise RequestError.about("bad_words", self.bad_words, "none may be empty")

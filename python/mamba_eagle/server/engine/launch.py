@@ -8,10 +8,12 @@ determines the exit code and the last line.
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +32,6 @@ from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
-from mamba_eagle.server.bodies.threads import share_interpreter
 from mamba_eagle.server.engine.children import Child, end_children, engine_command
 from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
 from mamba_eagle.server.engine.watchdog import Watchdog
@@ -40,6 +41,10 @@ from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 STACKS_SECONDS = 1.0  # for one process to write its stacks
+# A thread that wants the interpreter waits this long before it is given up to it. The event loop
+# wants it again after each system call, so at Python's 5 ms one step of 16 streams would
+# take 100 ms while another thread computes.
+SWITCH_SECONDS = 0.0002
 SHUTTING_DOWN = "the server is shutting down"
 
 log = logging.getLogger("mamba_eagle.server")
@@ -51,6 +56,16 @@ class Ending(NamedTuple):
 
     code: int
     message: str
+
+
+def share_interpreter() -> None:
+    """Prepares this process for threads beside the event loop; call it when all is loaded."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # One body is not to take the model's cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A full collection stops all threads, and what was loaded so far is never garbage.
+    gc.collect()
+    gc.freeze()
 
 
 def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

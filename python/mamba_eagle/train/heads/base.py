@@ -1,13 +1,17 @@
 """What the trainer needs to know about one kind of head."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from mamba_eagle.config import ConfigError
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.loader import load_weights
 from mamba_eagle.train.batches import Answer, PaddedAnswers
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import TargetOutputs
@@ -51,6 +55,22 @@ class TrainableHead(ABC):
     ) -> Iterator[Tensor]:
         """The most likely token at each depth j, from all roots: the target's token ids, in the
         order of ``answers.drafts[j]``, int64."""
+
+    def load(self, folder: Path) -> None:
+        """Takes the weights of a head that was trained before.
+
+        Raises: ConfigError naming each value of its config.json that is another one here;
+        CheckpointError
+        """
+        before = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        wrong = [
+            f"--init-from {folder}: its {name} is {before.get(name)}, here it is {value}"
+            for name, value in self.config.items()
+            if before.get(name) != value
+        ]
+        if wrong:
+            raise ConfigError([*wrong, "give the settings that it was trained with"])
+        load_weights(self.module, folder)
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of its checkpoint, by name."""

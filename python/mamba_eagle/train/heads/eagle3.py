@@ -4,6 +4,7 @@ loss."""
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,6 +45,12 @@ class TrainableEagle3(UnrolledHead):
             head.norm.weight.copy_(target.parts.norm.weight)
             head.lm_head.weight.copy_(target.lm_head.weight[self.ids] * target.logits_scale)
         self.network = EagleThreeNetwork(head, target)
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        ids = self.module.target_ids()
+        assert ids is not None  # of its own tokens
+        self.ids = ids
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.network.logits(0, outputs).float()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Host
-from mamba_eagle.backend.torch.layer_ops import HostOps
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.runner import loading
 
 
@@ -27,7 +27,7 @@ class Far(Host):
         return super().to_device(values, dtype)
 
 
-class OwnNorm(HostOps):
+class OwnNorm(LayerOps):
     """Layers as torch computes them, but for one operation that the device has a kernel for."""
 
     name = "own norm"

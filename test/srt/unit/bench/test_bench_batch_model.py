@@ -112,6 +112,22 @@ def test_a_second_batch_is_not_changed_by_the_first(config, prompts) -> None:
     assert engine.generate(prompts, greedy(OUTPUT)).tokens == first
 
 
+def test_requests_take_turns_with_dummy_adapters(config, prompts) -> None:
+    from mamba_eagle.bench.adapters import DummyAdapters
+    from mamba_eagle.runner.assemble import assemble
+
+    config = sized_for(replace(config, max_loras=2), len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
+    runner = assemble(config)
+    dummies = DummyAdapters(2, runner.adapters)
+    for pair in dummies.adapter.pairs.values():
+        pair.up.mul_(1e6)  # so that it changes tokens
+    plain = BatchEngine(config, runner).generate(prompts, greedy(OUTPUT))
+    made = BatchEngine(config, runner, dummies.load).generate(prompts, greedy(OUTPUT))
+    assert all(a != b for a, b in zip(made.tokens, plain.tokens))
+    slots = runner.adapters._of_request[: len(prompts)]
+    assert sorted(slots) == sorted(i % 2 for i in range(len(prompts)))
+
+
 def test_sampled_tokens_do_not_depend_on_speculation(config, prompts) -> None:
     sampling = SamplingParams(max_new_tokens=OUTPUT, temperature=0.8, seed=5, ignore_eos=True)
     drafted = generate(config, prompts, sampling)

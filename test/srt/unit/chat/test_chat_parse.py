@@ -290,6 +290,7 @@ def test_families_are_found_by_their_marks() -> None:
     assert found("<|start_of_role|> <tool_call>").name == "granite_4"
     assert found("<|im_start|> <tool_call> <think>").name == "qwen3"
     assert found("<|im_start|> <tool_call>").name == "hermes"
+    assert found("Question: \\nAnswer: <tool_call>").name == "mamba2_math"
     both = found("", calls="hermes", reasoning="nemotron_3")
     assert both.reads_calls and both.reasoning.close == "</think>"
     assert not found("<TOOLCALL> <think>", calls="none").reads_calls

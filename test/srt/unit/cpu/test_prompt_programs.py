@@ -17,8 +17,8 @@ from mamba_eagle.backend.place import Host
 from mamba_eagle.cpu import span_kernels, team
 from mamba_eagle.cpu.backend import CpuBackend
 from mamba_eagle.cpu.products.packed import MANY_ROWS, PromptProduct
-from mamba_eagle.cpu.programs.layers import SingleLayer
-from mamba_eagle.cpu.programs.prompts import MOST_TOKENS, PromptRun
+from mamba_eagle.cpu.programs.layers import FusedRun, SingleLayer
+from mamba_eagle.cpu.programs.prompts import MOST_TOKENS
 from mamba_eagle.message import JournalPart, PrefillItem
 from mamba_eagle.models.granitemoehybrid import GraniteMoeHybridForCausalLM, parse_config
 from mamba_eagle.models.loader import random_weights
@@ -114,7 +114,7 @@ def test_programs_compute_what_the_layers_do(
     layers.most = 0
     found, wanted = map(kept_of, engines)
     parts = next(iter(programs._made[engines[0].runner.pool].values()))
-    assert {type(part) for part in parts} == {PromptRun, SingleLayer}
+    assert {type(part) for part in parts} == {FusedRun, SingleLayer}
     assert len(programs._made) == (1 if head is None else 2)
     assert programs.scratch.rows >= 168 > layers.scratch.rows
     assert len(found) == len(wanted)
@@ -127,9 +127,9 @@ def test_long_prompts_run_layer_by_layer(
     length: int, is_program: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(folders["granite"], None, PLAIN)
-    calls, run = [], PromptRun.__call__
+    calls, run = [], FusedRun.__call__
     monkeypatch.setattr(
-        PromptRun, "__call__", lambda self, *given: calls.append(1) or run(self, *given)
+        FusedRun, "__call__", lambda self, *given: calls.append(1) or run(self, *given)
     )
     live = engine.admit(prompt_of(length), greedy(2))
     process(engine, (live, engine.chunk(live, length)))

@@ -48,11 +48,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
 def test_logits_have_the_same_bits_however_a_text_is_made(quantization: str, model: Path) -> None:
     prompts = [[(7 * k + length) % VOCAB for k in range(length)] for length in LENGTHS]
-    for scheme in ("deferred", "snapshot"):
-        plain_settings = PLAIN._replace(scheme=scheme)
-        engine = Engine(model, None, plain_settings, quantization=quantization)
-        plain = [made(engine, [prompt], NEW_TOKENS)[0] for prompt in prompts]
-        for name, settings in SPECULATING.items():
-            if settings.scheme == scheme:
-                engine = Engine(model, None, settings, quantization=quantization)
-                assert not partings(engine, plain, seed=len(name)), name
+    plain_scheme = ""
+    for name, settings in SPECULATING.items():
+        # snapshots of delta rules have bits of their own
+        scheme = settings.scheme if "delta" in model.name else "deferred"
+        if scheme != plain_scheme:
+            plain_scheme = scheme
+            engine = Engine(model, None, PLAIN._replace(scheme=scheme), quantization=quantization)
+            plain = [made(engine, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+        engine = Engine(model, None, settings, quantization=quantization)
+        assert not partings(engine, plain, seed=len(name)), name

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from tokenizers import Tokenizer
 
 from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary, read_tokenizer
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.gguf_files.file import open_gguf
-from mamba_eagle.gguf_files.tokenizer import tokenizer_json
+from mamba_eagle.gguf_files.tokenizer import rust_tokenizer
 from mamba_eagle.gguf_files.tokens import end_tokens
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -154,7 +153,7 @@ SPLIT = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_name_stands_for_its_way_of_splitting(name: str, tmp_path: Path) -> None:
     text, words = SPLIT[name]
-    made = Tokenizer.from_str(tokenizer_json(open_gguf(write(tmp_path / "a.gguf", pre=name))))
+    made = rust_tokenizer(open_gguf(write(tmp_path / "a.gguf", pre=name)))
     assert [word for word, _ in made.pre_tokenizer.pre_tokenize_str(text)] == words
 
 
@@ -195,7 +194,7 @@ def test_other_vocabularies_are_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        tokenizer_json(open_gguf(write(tmp_path / "a.gguf", **changes)))
+        rust_tokenizer(open_gguf(write(tmp_path / "a.gguf", **changes)))
 
 
 # ── SentencePiece ──

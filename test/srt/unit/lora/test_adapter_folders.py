@@ -81,6 +81,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another-kind": (configured(peft_type="LOHA"), 'peft_type = "LOHA": must be LORA'),
     "dora": (configured(use_dora=True), "use_dora = true: DoRA"),
     "whole-modules": (configured(modules_to_save=["lm_head"]), "modules_to_save"),
+    "routed-experts": (
+        configured(target_parameters=["mlp.experts.gate_up_proj"]),
+        "routed experts take no adapter",
+    ),
     "bias": (configured(bias="lora_only"), 'bias = "lora_only"'),
     "no-rank": (configured(r=None), "r = null: must be a number above 0"),
     "no-alpha": (configured(lora_alpha="many"), 'lora_alpha = "many"'),

@@ -65,6 +65,7 @@ SETTINGS = {
     "standalone-snapshot": TREE._replace(algorithm="STANDALONE", scheme="snapshot"),
     "delta-rule": TREE._replace(algorithm="NONE"),
     "exact": TREE,
+    "adapters": TREE,
 }
 
 
@@ -132,11 +133,15 @@ class Load:
     def admit(self, number: int) -> Live:
         rng = self.random
         prompt = random_prompt(rng.choice([1, 2, 5, 16, 40, 64, 65, 90]), number)
+        slot = rng.randrange(-1, self.engine.runner.adapters.num_slots)
         if rng.random() < 0.5:
-            return self.engine.admit(prompt, greedy(20), return_logprob=True, top_logprobs=3)
+            asked = {"return_logprob": True, "top_logprobs": 3, "adapter": slot}
+            return self.engine.admit(prompt, greedy(20), **asked)
         stops = list(range(3, 3 + rng.randint(1, 40)))
         limits = {"top_k": rng.choice([-1, 5]), "repetition_penalty": rng.choice([1.0, 1.2])}
-        return self.engine.admit(prompt, sampled(20, number, stop_token_ids=stops, **limits))
+        return self.engine.admit(
+            prompt, sampled(20, number, stop_token_ids=stops, **limits), adapter=slot
+        )
 
 
 def names(builds: set[Build]) -> list[str]:
@@ -222,6 +227,7 @@ def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
         engine = Engine(
             model, folders[settings.algorithm], settings, max_running_requests=4,
             max_mamba_cache_size=300, max_total_tokens=6000, exact=exact,
+            max_loras=2 if name == "adapters" else None,
         )  # fmt: skip
         engine.overwrites = False
         known, graphs = set(run.builds), engine.runner.steps.num_graphs

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from cache_rig import Sequential
+from cache_rig import Sequential, move
 from runner_harness import Settings, random_prompt, sampled
 from tiny_model import write_head, write_model
 
@@ -26,16 +26,6 @@ ONLY_PROMPT = SamplingParams(max_new_tokens=0)
 @pytest.fixture(scope="module")
 def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"), model)
-
-
-def move(server: Sequential, asked: ExportPrefix | ImportPrefix) -> PrefixMoved:
-    exchange = server.engine.scheduler.tiers.exchange
-    assert exchange is not None
-    (exchange.send if isinstance(asked, ExportPrefix) else exchange.receive)(asked)
-    while not server.engine.idle:
-        server.step()
-    (reply,) = exchange.take_replies()
-    return reply
 
 
 def exported(server: Sequential, path: Path, prompt: list[int] = PROMPT) -> PrefixMoved:

@@ -44,7 +44,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs_kernels = pytest.mark.skipif(
     not INTERPRETED, reason="test_in_the_interpreter runs it; on a GPU e2e tests do"
 )
-EAGLE = Settings(topk=3, steps=4, nodes=9, fused=False)
+EAGLE = Settings(topk=3, steps=3, nodes=7, fused=False)
 SETTINGS = {
     "eagle-tree": EAGLE,
     "eagle-tree-snapshot": EAGLE._replace(scheme="snapshot"),
@@ -105,7 +105,7 @@ def test_texts_are_the_plain_models(
     settings = SETTINGS[name]
     engine = Engine(model, head if settings.algorithm == "EAGLE" else model, settings)
     nodes_seen.clear()
-    longest = 9 if name == "eagle-tree" else 5  # the interpreter takes seconds for a step
+    longest = 7 if name == "eagle-tree" else 5  # the interpreter takes seconds for a step
     lives = [
         engine.start(random_prompt(13, 1), greedy(longest - 1)),
         engine.start(random_prompt(1, 2), sampled(longest // 2, 7)),

@@ -18,10 +18,12 @@ from mamba_eagle.cache.tiers.disk_log import Label, read_log
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
 from mamba_eagle.message.indices import indices
+from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.runner.tiers.copies import StepCopies, TierCopies
 from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits
 from mamba_eagle.runner.tiers.host import runs
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, Part, SlotBytes
+from mamba_eagle.runner.tiers.whole import WholeUnits, shares_of
 
 UNIT = 96  # bytes
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -43,22 +45,21 @@ def random_slots(device: torch.device) -> DeviceSlots:
 
     bits = torch.randint(256, (2, 20, 2, 8), dtype=torch.uint8).to(device)
     return DeviceSlots(
-        SlotBytes([Part(tensor(2, 20, 2, 4, dtype=torch.bfloat16), 1), Part(bits, 1)]),
+        SlotBytes([Part(tensor(2, 20, 2, 4, dtype=torch.bfloat16), 1), Part(bits, 1, "bits")]),
         SlotBytes(
             [
                 Part(tensor(3, 5, 4, 6, dtype=torch.float32), 1),
-                Part(tensor(5, 7, dtype=torch.half), 0),
+                Part(tensor(5, 7, dtype=torch.half), 0, "feature"),
             ]
         ),
         SlotBytes([Part(tensor(2, 4, 9, dtype=torch.bfloat16), 1)]),
     )
 
 
-def sizes_of(slots: DeviceSlots) -> TierSizes:
-    assert slots.kv.size <= UNIT
-    state, journal = (-(-part.size // UNIT) for part in slots[1:])
+def sizes_of(whole: WholeUnits) -> TierSizes:
+    kv, state, journal = whole.sizes
     return TierSizes(
-        host_units=60, disk_units=80, kv_units=1, state_units=state, journal_units=journal
+        host_units=60, disk_units=80, kv_units=kv, state_units=state, journal_units=journal
     )
 
 
@@ -88,9 +89,10 @@ def test_what_comes_up_is_bit_for_bit_what_went_down(device: str, tmp_path: Path
     """Device, host, disk, host, device; from scattered slots to others."""
     place = place_of(device)
     slots = random_slots(place.device)
-    sizes = sizes_of(slots)
-    disk = DiskUnits(str(tmp_path), "0" * 32, sizes.disk_units, UNIT)
-    copies = TierCopies(slots, sizes, UNIT, place, disk)
+    whole = WholeUnits([shares_of(slots)], ALONE)
+    sizes = sizes_of(whole)
+    disk = DiskUnits(str(tmp_path), "0" * 32, sizes.disk_units, whole.unit_bytes)
+    copies = TierCopies(slots, sizes, whole, place, disk)
     before = held(slots, [3, 9, 4, 17], 2, 1)
     k, j = sizes.state_units, sizes.journal_units
     above = Blocks(0, ids(3, 9, 4, 17), ids(2), ids(1))
@@ -276,6 +278,5 @@ def test_settings_that_cannot_work_are_named() -> None:
         return " ".join(EngineConfig(**settings).problems())
 
     assert "add --host-cache-gb" in problems(cache_dir="x")
-    assert "split over ranks" in problems(cache_dir="x", host_cache_gb=1.0, tp_size=2)
     assert "--host-cache-gb -1" in problems(host_cache_gb=-1.0)
     assert "--disable-radix-cache" in problems(host_cache_gb=1.0, disable_radix_cache=True)

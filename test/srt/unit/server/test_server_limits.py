@@ -18,7 +18,7 @@ from tiny_tokenizer import byte_level
 from mamba_eagle import limits
 from mamba_eagle.message import Abort, Generate
 from mamba_eagle.server.bodies.prompts import CHARACTERS_PER_TOKEN
-from mamba_eagle.server.bodies.threads import SMALL_BODY
+from mamba_eagle.server.bodies.reception import SMALL_BODY
 from mamba_eagle.tokenizer.text import BATCH_CHARACTERS, BATCH_TEXTS
 
 PROMPT = {"prompt": "a"}

@@ -166,6 +166,28 @@ def test_two_processes_train_as_one_does(rig: Rig, tmp_path: Path, capsys) -> No
     assert read_record(output)["processes"] == 2
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dspark"])
+def test_a_head_may_go_on_from_another_ones_weights(rig: Rig, tmp_path: Path, name: str) -> None:
+    """At a learning rate that moves nothing it stays that head, its own tokens included."""
+    before = rig.train(tmp_path / "first", name, "--steps", "2", "--lr", "0.01")
+    others = ("--steps", "1", "--lr", "1e-12", "--seed", "9", "--held-out", "12")
+    after = rig.train(tmp_path / "second", name, "--init-from", str(tmp_path / "first"), *others)
+    first, second = read_weights(tmp_path / "first"), read_weights(tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+    assert before["answers"] != after["answers"]  # an eagle3 head would choose other tokens
+
+
+def test_a_head_does_not_go_on_from_one_of_other_sizes(rig: Rig, tmp_path: Path, capsys) -> None:
+    rig.train(tmp_path / "first", "eagle", "--steps", "1")
+    argv = rig.arguments(rig.folder(tmp_path / "second"), "eagle", "--head-pattern", "*")
+    assert command.main([*argv, "--init-from", str(tmp_path / "first")]) == 1
+    said = capsys.readouterr().err
+    assert f"--init-from {tmp_path / 'first'}: its hybrid_override_pattern is *-" in said
+    assert command.main([*argv, "--init-from", str(tmp_path / "none")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 

@@ -90,10 +90,10 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
     body = read(GenerateBody, values)
     # What is cheap to refuse comes before the prompts, which may take long to encode.
     is_batch, count = _count_prompts(body)
+    rid, rids = _read_rids(body.rid, count, is_batch)
     samplings = _read_samplings(body, count, state)
     num_samples = sum(sampling["n"] for sampling in samplings)
     state.limit_samples(count, num_samples)
-    rid, rids = _read_rids(body.rid, count, is_batch)
     schedule = body.schedule(state.config)
     requests: list[PromptRequest] = []
     number = 0  # of the sample in the whole request
@@ -119,10 +119,10 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
                 **schedule,
-                **_read_logprobs(own, len(token_ids), state.vocab_size),
+                **_read_logprobs(own, len(token_ids), state.prompts.vocab_size),
             )
         )
-    check_demand(requests, state.context_length)
+    check_demand(requests, state.prompts.context_length)
     as_list = is_batch or num_samples > 1
     return GenerateJob(body=body, rid=rid, prompts=requests, as_list=as_list)
 
@@ -180,17 +180,16 @@ def _read_samplings(body: GenerateBody, count: int, state: ServerState) -> list[
     else:
         # One object for all prompts is read once.
         samplings = [_read_sampling(given or GenerateSampling(), "sampling_params.", state)] * count
-    if any(one["stops"] for one in samplings):
+    if any(one["sampling"].stop for one in samplings):
         state.prompts.need_tokenizer("sampling_params.stop")
     return samplings
 
 
 def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fields:
     grammar = read_grammar(one, state.grammars, where)
-    bad_words = one.bad_word_ids(state.prompts)
+    bad_words, seed = one.bad_word_ids(state.prompts), one.chosen_seed
     params = checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
-    stops = StopStrings(params.stop)
-    return {"sampling": params, "seed": one.chosen_seed, "n": one.n, "stops": stops}
+    return {"sampling": params, "seed": seed, "n": one.n, "stops": StopStrings(params.stop)}
 
 
 def _read_each(given: list[GenerateSampling], state: ServerState) -> list[Fields]:
