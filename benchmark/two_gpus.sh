@@ -1,7 +1,7 @@
 #!/bin/bash
 # What stages, --tp-size and --exact do on two GPUs of one machine; from the root: OUT=FOLDER bash benchmark/two_gpus.sh [part ...]
 # Parts in order: probe text nine ones nano exact gdn layers turns. Without names all of them, each only if its
-# seconds still fit into LIMIT (default 500) from the start. "text" and "gdn" need "probe" in the same call.
+# seconds still fit into LIMIT (default 500) from the start. "text" needs "probe" in the same call.
 : "${OUT:?set OUT}"
 L=$OUT/l; mkdir -p "$L"
 PYTHON=${PYTHON:-python3}
@@ -51,6 +51,7 @@ from benchmark.lib.served import Scenario, run
 BEGAN = time.time()
 L, LIMIT = Path(os.environ["L"]), float(os.environ["LIMIT"])
 DUMP = os.environ["STAGES_DUMP"]
+TRACE = os.environ.get("STAGES_TRACE")
 def say(*what):
     line = f"[{time.time() - BEGAN:5.0f} s] " + " ".join(map(str, what))
     print(line, flush=True)
@@ -231,12 +232,15 @@ def clients(server, name, counts=(1, 64), requests=2):
     async def play():
         async with StreamClient(server.base_url, "", 60.0) as client:
             info = await client.server_info()
-            for count in counts:
+            for count, length, output in [(n, 512, 128) for n in counts] + [(64, 16, 256)]:
                 for turns in (1, requests):
-                    given = Scenario(f"clients-{count}", count, turns, 512, 128, vocab_size=info["vocab_size"])
-                    found = await asyncio.wait_for(run(given, client), 60)
-                say(f"{name}, {count} clients: {found.tokens_per_second:.0f} tokens/s, between p50 {found.inter_token_p50:.2f} p99 {found.inter_token_p99:.2f} ms, first {found.first_token_p50:.0f} ms, busy {found.busy_share:.2f}, failed {found.failed}, compiled {found.compiled}")
-                with open(L / "results.jsonl", "a") as file: print(json.dumps({"name": "served", "way": name, "clients": count, **found._asdict()}), file=file)
+                    given = Scenario(f"clients-{count}", count, turns, length, output, vocab_size=info["vocab_size"])
+                    playing = asyncio.ensure_future(asyncio.wait_for(run(given, client), 60))
+                    if TRACE and turns == requests:
+                        await asyncio.sleep(0.5); Path(TRACE).write_text(f"{name} {count} {length}"); await asyncio.sleep(1.2); os.remove(TRACE)
+                    found = await playing
+                say(f"{name}, {count} clients, {length} + {output} tokens: {found.tokens_per_second:.0f} tokens/s, between p50 {found.inter_token_p50:.2f} p99 {found.inter_token_p99:.2f} ms, first {found.first_token_p50:.0f} ms, busy {found.busy_share:.2f}, failed {found.failed}, compiled {found.compiled}")
+                with open(L / "results.jsonl", "a") as file: print(json.dumps({"name": "served", "way": name, "clients": count, "input_len": length, "output_len": output, **found._asdict()}), file=file)
     asyncio.run(play())
 def bench(name, flags, gpus, seconds):
     command = [sys.executable, "-m", "mamba_eagle.bench_one_batch", *flags.split(), "--results", str(L / "bench.jsonl"), "--run-name", name]
@@ -273,6 +277,8 @@ def exact():
         plain = told(ask_all(server, bodies, 3))
         say("exact tp2: trees/plain", different(crowd, plain), "of 24 differ; texts alone", different([x[0] for x in crowd], [x[0] for x in plain]))
 def gdn():
+    if "gdn" not in STATE:
+        with serving("one gpu gdn f32", gdn_flags(), "1", 80) as server: STATE["gdn"] = ids(ask_all(server, gdn_bodies(), 8))
     for name, flag in (("tp2", "--tp-size 2"), ("pp2", "--pp-size 2")):
         with serving(f"gdn {name}", f"{gdn_flags()} {flag}", seconds=80) as server:
             say(f"gdn {name}:", different(STATE["gdn"], ids(ask_all(server, gdn_bodies(), 8))), "of 16 texts differ from one GPU's")
