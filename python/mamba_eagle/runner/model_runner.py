@@ -236,6 +236,7 @@ class ModelRunner:
     def capture(self) -> None:
         """Steps are graphs from now on, if they can be: all kinds of them, captured anew."""
         if self.parts.captures:
+            self.steps.close()  # NCCL would wait for ever for the graphs of before
             self.steps = self.make_steps(GraphedSteps)
 
     @torch.inference_mode()
