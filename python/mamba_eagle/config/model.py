@@ -140,6 +140,11 @@ class RankSettings(Settings):
         "",
         "how many layers each of these stages holds, as in 30,26; default: equal bytes",
     )
+    pp_turns: bool = setting(
+        False,
+        "stages take turns, instead of working at the same time for different requests. On GPUs "
+        "without access to each other's memory they do anyway",
+    )
     nnodes: int = setting(
         1,
         "number of machines of a Ray cluster that these processes are spread over, as many on "

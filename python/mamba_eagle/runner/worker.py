@@ -135,17 +135,37 @@ class Worker:
         del self.runner, self.reading.adapters
 
     def _next(self) -> ToRunner | None:
-        """The next message; None if the oldest launched step is done before one comes, or if a
-        grammar may be."""
+        """The next message; None if the oldest launched step is done before one comes, if a
+        grammar may be, or if the next plan's launch can wait for those after it."""
         if not self.received and (message := self._wait()) is not None:
             self.received.append(message)
         while self._drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
             self.received.append(message)
+        if self._can_wait:
+            self.runner.look_ahead(self._received_plans)
+            time.sleep(POLL_SECONDS)
+            return None
         return self.received.popleft() if self.received else None
 
     @property
     def _drafts_ahead(self) -> bool:
         return self.renewal.runner is not None and self.runner.drafts_ahead
+
+    @property
+    def _received_plans(self) -> list[Plan]:
+        return [message for message in self.received if isinstance(message, Plan)]
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether nothing is lost if the next plan is launched once those have come whose trees
+        earlier stages verify beside it: the device executes another one, and these trees are to
+        be drafted before it goes on with the next."""
+        expected = self.runner.parts.cohorts if self._drafts_ahead else 0
+        if not (self.launched and 0 < len(self.received) < expected):
+            return False
+        newest, following = self.launched[-1], self.received[0]
+        others_work = isinstance(following, Plan) and following.after < newest.number
+        return others_work and not newest.done
 
     def _wait(self) -> ToRunner | None:
         plans = self.plans
@@ -165,10 +185,9 @@ class Worker:
         return plan
 
     def _launch(self, plan: Plan) -> None:
-        others = [message for message in self.received if isinstance(message, Plan)]
         try:
             with self.pulse.launching():
-                self.runner.look_ahead([plan, *others])
+                self.runner.look_ahead([plan, *self._received_plans])
                 step = self.runner.launch(plan)
         except (RanksDiffer, PlanTooEarly) as error:
             sys.exit(f"error: {error}")

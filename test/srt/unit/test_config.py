@@ -130,7 +130,7 @@ def test_defaults_have_no_problems() -> None:
         {"mamba_ssm_dtype": "bfloat16"},
         {"mamba_verify_mode": "snapshot"},
         {"kv_cache_dtype": "fp8_e4m3"},
-        {"tp_size": 2},
+        {"pp_size": 2},
         {"max_loras": 2},
     ],
     ids=lambda given: next(iter(given)),

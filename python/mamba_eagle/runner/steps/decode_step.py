@@ -273,10 +273,15 @@ class EagerRun:
             tree = self.step.draft(*inputs, lambda tree: constraints.reshape(slots, tree, depth))
         else:
             tree = self.step.draft(*inputs)
+        if self.part.shape != PLAIN:
+            self.step.chooser.relay(tree)
         kv_slots = self.kv_slots
         if (drafted := tree.tokens.shape[1]) < kv_slots.shape[1]:
             kv_slots = kv_slots[:, :drafted].contiguous()
         return Drafted(tree, kv_slots)
+
+    def resume(self) -> None:
+        """Before anything of this step is read, since others may have been executed meanwhile."""
 
     def verify(self, drafted: Drafted) -> Verified:
         """Run the target on the drafted trees."""
