@@ -48,7 +48,7 @@ A = TypeVar("A")
 class Question(Message, Generic[A], kw_only=True):
     """Answered by an ``A``, or by one of each rank."""
 
-    call_id: int = 0  # given where it is asked (tokenizer/questions.py)
+    call_id: int = 0  # given where it is asked (tokenizer/manager.py)
 
 
 # ── server → scheduler ───────────────────────────────────────────────────────────────────────

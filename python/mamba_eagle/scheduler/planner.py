@@ -2,24 +2,127 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import Slots
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import DEFAULT_VERSION, PLAIN
 from mamba_eagle.message import ChangeModel, PauseMode, Plan, Release, RunnerReady
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.booking import PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
-from mamba_eagle.scheduler.decode import DecodeManager
-from mamba_eagle.scheduler.pauses import Pauses
-from mamba_eagle.scheduler.plan_draft import PlanDraft
+from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.sessions import OpenSessions
-from mamba_eagle.scheduler.speculation import shape_policy
+from mamba_eagle.scheduler.speculation import ShapePolicy, shape_policy
 from mamba_eagle.scheduler.stats import Stats
 from mamba_eagle.scheduler.trails import TrailKeeper
+
+
+class Pauses:
+    """Whether requests may run, and those that came while none may begin.
+
+    A change of the model is a pause of its own: it takes every slot from its requests, which begin
+    again with their output so far, so that no state of the old weights is read with the new ones.
+    """
+
+    def __init__(self) -> None:
+        self.mode: PauseMode | None = None  # None: no pause
+        self.later: list[Request] = []  # they wait for the end of a pause
+        self.change: ChangeModel | None = None  # under way
+        self.released: set[str] = set()  # memory that was given back, by tag
+        self.version = DEFAULT_VERSION  # of the weights
+
+    @property
+    def stops_all(self) -> bool:
+        """Whether no step may be planned, but for releases."""
+        held = self.mode in ("keep", "retract")
+        return held or self.change is not None or bool(self.released)
+
+    @property
+    def any(self) -> bool:
+        """Whether requests wait that nothing is wrong with."""
+        return self.stops_all or self.mode is not None
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a request that has just come is kept here."""
+        if self.mode is not None:
+            self.later.append(request)
+        return self.mode is not None
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        if request in self.later:
+            self.later.remove(request)
+
+    def end(self) -> list[Request]:
+        """The pause is over; returns those that may begin now."""
+        self.mode, later, self.later = None, self.later, []
+        return later
+
+    def problem(self, change: ChangeModel) -> str:
+        """Why a change cannot begin; "" if it can."""
+        if self.change is not None:
+            return "the model is being changed already: wait for the answer to that call"
+        if doubly := self.released.intersection(change.release):
+            return f"memory of {', '.join(sorted(doubly))} was released already: resume it first"
+        if change.resume and self.released.isdisjoint(change.resume):
+            return f"memory of {', '.join(change.resume)} was not released: nothing to resume"
+        return ""
+
+    def changed(self, worked: bool) -> None:
+        """The runner has answered."""
+        change, self.change = self.change, None
+        assert change is not None
+        if worked:
+            self.released = self.released.union(change.release).difference(change.resume)
+            if change.weights is not None:
+                self.version = change.weights.version or self.version
+
+
+class DecodeManager:
+    """Reserves one tree of KV slots per request; older requests, and those of
+    higher priority, are served first."""
+
+    def __init__(self, policy: ShapePolicy, slots: Slots) -> None:
+        self.policy = policy
+        self.slots = slots
+
+    def schedule(
+        self,
+        plan: PlanDraft,
+        ready: list[Request],
+        running: list[Request],
+        in_flight: Sequence[PlanDraft],
+    ) -> Request | None:
+        """Adds to ``plan`` each request of ``ready``, those of the running ones whose turn it is.
+
+        A request that gets no KV slots skips the step. If nothing in flight will free any, returns
+        the last of the running requests, to be retracted; it is not part of the decode step.
+        """
+        if ready:
+            plan.choice, untracked = self.policy.choose(
+                [request.drafts for request in ready],
+                [earlier.choice for earlier in in_flight if earlier.decodes],
+            )
+            plan.untracked = [ready[place] for place in untracked]
+        for request in sorted(ready, key=rank):
+            tree = self.slots.reserve_kv(plan.choice.shape.nodes)
+            if tree is None:
+                plan.short_of_kv = True
+                break
+            assert request.held is not None
+            plan.decodes.append(DecodeItem(request, request.held, tree))
+        if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
+            return max(running, key=rank)
+        return None
+
+    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[PlanDraft]) -> bool:
+        rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in in_flight)
+        return rejects or any(request.leaving or request.all_planned for request in running)
 
 
 class Planner:

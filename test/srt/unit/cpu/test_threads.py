@@ -14,7 +14,7 @@ import torch
 from mamba_eagle.cpu import threads
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.machine_code import numba, prange
-from mamba_eagle.runner.threads import default_threads, usable_cores
+from mamba_eagle.runner.start import default_threads, usable_cores
 
 TINY = 1e-38  # normal; its half is not
 

@@ -158,7 +158,7 @@ PROFILED = """
 import sys, types
 import mamba_eagle.runner.start
 from mamba_eagle.message import Profile
-from mamba_eagle.runner.profiler import StepProfiler
+from mamba_eagle.runner.worker import StepProfiler
 assert "numba" not in sys.modules  # a GPU does without
 before = set(sys.modules)
 profiler = StepProfiler(types.SimpleNamespace(on_host=True), finish=lambda: None)

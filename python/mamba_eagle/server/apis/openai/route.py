@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob, parse_completion
 from mamba_eagle.server.apis.openai.chat_body import ChatBody, parse_chat
-from mamba_eagle.server.apis.openai.chat_choice import ChatChoice
-from mamba_eagle.server.apis.openai.choice import Choice, CompletionChoice
+from mamba_eagle.server.apis.openai.choice import ChatChoice, Choice, CompletionChoice
 from mamba_eagle.server.apis.sse import (
     DONE,
     EventStream,
