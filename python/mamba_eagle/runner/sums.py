@@ -21,9 +21,8 @@ def methods_of(name: str) -> Sequence[type[JoinedSum]]:
     """For a value of --all-reduce, in the order in which they are tried."""
     # torch's distributed package, which is for several ranks on GPUs only
     from mamba_eagle.parallel.sums.one_shot import PushedSum
-    from mamba_eagle.parallel.sums.symmetric import OneShot, TwoShots
 
-    return () if name == "nccl" else (OneShot, TwoShots, PushedSum)
+    return () if name == "nccl" else (PushedSum,)
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:

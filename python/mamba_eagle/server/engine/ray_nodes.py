@@ -12,7 +12,6 @@ Ray.
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import random
@@ -30,14 +29,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mamba_eagle import __version__
 from mamba_eagle.backend.forecast import on_cpu
-from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, engine_part, flag_of
-from mamba_eagle.core import shown
+from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, engine_part
 from mamba_eagle.message import BEAT_SECONDS, Heartbeat, ToWatchdog
 from mamba_eagle.message.channel import Receiver, remove_socket_dir
 from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.message.link import FIXED_PORTS, CurvePair, Link, write_link
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
-from mamba_eagle.resolve import resolve
+from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
 from mamba_eagle.server.engine.children import Child, end_children, engine_command
 from mamba_eagle.server.engine.nodes import ENDED, LOST_NODE, Fault, Nodes, OnFault, fault
 from mamba_eagle.server.engine.socket_dir import new_socket_dir
@@ -59,7 +57,7 @@ class NodeStart(NamedTuple):
     version: str
     given: EngineConfig  # the flags; each node finds the folders of names for itself
     resolved: EngineConfig  # what the first node makes of them
-    fingerprint: str  # of the checkpoints: ranks of different ones would make nonsense together
+    fingerprint: str  # of the checkpoints
     link: Link
 
 
@@ -307,52 +305,3 @@ def free_ports(host: str, count: int) -> int:
             except OSError as error:
                 problem = error
     raise OSError(f"no {count} successive ports of {host} are free") from problem
-
-
-FOLDERS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
-
-
-def fingerprint(config: EngineConfig) -> str:
-    """Of a resolved config: the contents of config.json, and names and sizes of the files of
-    weights; the model may be a single file. The weights themselves are not read."""
-    digest = hashlib.sha256()
-    for name in filter(None, (config.model_path, config.speculative_draft_model_path)):
-        folder = Path(name)
-        settings = folder / "config.json"
-        digest.update(settings.read_bytes() if settings.exists() else b"-")
-        files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-        for path in files if config.load_format != "dummy" else ():
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-    return digest.hexdigest()
-
-
-def same_settings(given: EngineConfig, resolved: EngineConfig, expected: str) -> EngineConfig:
-    """The first node's settings with the folders that names have on this machine.
-
-    given, resolved: as they are there. expected: the fingerprint of its checkpoints.
-
-    Raises: ConfigError if files on this machine lead to others.
-    """
-    config = resolve(given)
-    folders = {name: getattr(resolved, name) for name in FOLDERS}
-    there = [
-        f"{flag_of(spec.name)} {_in_flags(theirs)} instead of {_in_flags(mine)}"
-        for spec in dataclasses.fields(EngineConfig)
-        if (mine := getattr(dataclasses.replace(config, **folders), spec.name))
-        != (theirs := getattr(resolved, spec.name))
-    ]
-    if there:
-        raise ConfigError([f"node 0 has {'; '.join(there)}: are its files others than here?"])
-    with contextlib.suppress(OSError):  # what cannot be read, the ranks report
-        if fingerprint(config) != expected:
-            raise ConfigError(
-                [
-                    f"the checkpoint in {config.model_path} (or its drafter's) is not node 0's: "
-                    "config.json, or names or sizes of the weights differ"
-                ]
-            )
-    return config
-
-
-def _in_flags(value: object) -> str:
-    return "auto" if value is None else shown(value)

@@ -20,7 +20,7 @@ from mamba_eagle.parallel.meeting import interface_of, own_address_towards
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.server.engine.children import Watchdog
-from mamba_eagle.server.engine.ray_nodes import fingerprint, same_settings
+from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
 
 WAIT_MS = 20_000
 
