@@ -29,7 +29,7 @@ from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
 from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge, tokens_of
 from mamba_eagle.server.bodies.grammars import Grammars
-from mamba_eagle.server.bodies.model import Model, read
+from mamba_eagle.server.bodies.kinds import Model, read
 from mamba_eagle.server.bodies.prompts import Infill, PromptReader
 from mamba_eagle.server.bodies.reception import Bodies
 from mamba_eagle.server.bodies.sampling import Vocabulary
@@ -187,14 +187,14 @@ class ServerState:
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda values: parse(values, self), is_chat=is_chat)
+        return await self.bodies.read(request, parse, self, is_chat=is_chat)
 
     async def read_control(self, request: Request, model: type[Model]) -> Model:
         """The short body of a route that takes no prompt.
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, partial(read, model), MAX_CONTROL_BODY)
+        return await self.bodies.read(request, partial(read, model), max_size=MAX_CONTROL_BODY)
 
     def check_model(self, name: str) -> None:
         """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""

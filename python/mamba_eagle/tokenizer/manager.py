@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import zmq
@@ -142,7 +143,7 @@ class TokenizerManager:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
+    @cached_property
     def max_samples(self) -> int:
         """What may run and wait at the same time."""
         return self.engine.max_running_requests + self.config.max_queued_requests

@@ -18,7 +18,7 @@ from mamba_eagle.limits import MAX_PIN_SECONDS, MAX_RID_LENGTH, MAX_SHOWN
 from mamba_eagle.message import CacheNode, CloseSession, GetState, OpenSession
 from mamba_eagle.server.apis.rollouts.operator import answered
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, needs, says, takes
+from mamba_eagle.server.bodies.kinds import Body, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.state import heard, server_state

@@ -13,7 +13,7 @@ from mamba_eagle.limits import MAX_PROFILED_STEPS
 from mamba_eagle.message import Profile
 from mamba_eagle.server.apis.rollouts.operator import answered
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import Body, Flag, Text, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Flag, Text, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.http.disconnect import unless_gone

@@ -19,8 +19,8 @@ from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_li
 from mamba_eagle.parallel.meeting import interface_of, own_address_towards
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
-from mamba_eagle.server.engine.children import Watchdog
 from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
+from mamba_eagle.server.engine.children import Watchdog
 
 WAIT_MS = 20_000
 

@@ -22,7 +22,7 @@ from mamba_eagle.server.apis.openai.parts import (
     Written,
     serve_parts,
 )
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import server_state
 

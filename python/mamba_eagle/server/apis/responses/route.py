@@ -21,7 +21,7 @@ from mamba_eagle.server.apis.openai.parts import (
 )
 from mamba_eagle.server.apis.responses.body import ResponseBody, parse_response
 from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import server_state

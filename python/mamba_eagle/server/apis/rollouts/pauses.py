@@ -10,7 +10,7 @@ from mamba_eagle.message import ChangeModel, Continue, Pause, PauseMode
 from mamba_eagle.server.apis.rollouts.group import finish
 from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, operated, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, read, says, takes
+from mamba_eagle.server.bodies.kinds import Body, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, heard, server_state
 

@@ -14,7 +14,7 @@ from mamba_eagle.server.apis.rollouts.operator import (
     trusted,
 )
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 
