@@ -11,12 +11,11 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import DEFAULT_VERSION, PLAIN
 from mamba_eagle.message import ChangeModel, PauseMode, Plan, Release, RunnerReady
 from mamba_eagle.scheduler.adapters import Adapters
-from mamba_eagle.scheduler.booking import PlanBooking
+from mamba_eagle.scheduler.booking import OpenSessions, PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.sessions import OpenSessions
 from mamba_eagle.scheduler.speculation import ShapePolicy, shape_policy
 from mamba_eagle.scheduler.stats import Stats
 from mamba_eagle.scheduler.trails import TrailKeeper

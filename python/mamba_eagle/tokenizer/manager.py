@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import zmq
 
@@ -30,10 +30,26 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
-from mamba_eagle.tokenizer.observer import Observer
 from mamba_eagle.tokenizer.sample import LiveRequest, LiveSamples, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 from mamba_eagle.tokenizer.turns import SAMPLES_PER_TURN, TURN_SECONDS, Inbox, Outbox
+
+
+class Observer(Protocol):
+    """Called for each event of a request, on the event loop; must not block."""
+
+    def started(self, live: LiveRequest) -> None:
+        """A request was accepted."""
+
+    def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
+        """``new_tokens`` of a sample came at time ``now``."""
+
+    def finished(self, sample: Sample) -> None:
+        """A sample ended, also when it was aborted."""
+
+    def reset_averages(self) -> None:
+        """The cache was flushed: averages start again."""
+
 
 A = TypeVar("A")
 

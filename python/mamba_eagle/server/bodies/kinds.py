@@ -1,4 +1,9 @@
-"""Kinds of values that bodies hold: how each is read, what is said of a wrong one, its schema."""
+"""Bodies as pydantic models, and the kinds of values that they hold: each is declared once, and
+read, refused, given its defaults and described (/openapi.json, docs/http.md) by that declaration.
+
+Clients differ: null means absent, and a whole float is an integer. What no body declares is
+refused, unless ``known`` lists it as harmless or the server accepts any (``accepts_unknown``).
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from mamba_eagle.core import Parameter
+from mamba_eagle.core import Parameter, shown
 from mamba_eagle.limits import MAX_INTEGER
-from mamba_eagle.server.bodies import known
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.errors import RequestError
 
 T = TypeVar("T")
@@ -427,3 +432,28 @@ class OneOrEach:
     def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Schema:
         model = handler(self.model.__pydantic_core_schema__)
         return any_of(model, list_of(model))
+
+
+def refuse_half_pairs(values: dict[str, Any]) -> None:
+    """values: by their paths. JSON can write halves of surrogate pairs, which no text has.
+
+    Raises: RequestError 400 for the first text, or name in an object, that is no valid Unicode.
+    """
+    waiting = list(reversed(values.items()))
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, str):
+            if kinds.as_text(value) is None:
+                raise RequestError(
+                    f"{path} = {shown(value)}: must be a string of valid Unicode", param=path
+                )
+        elif isinstance(value, dict):
+            for name in value:
+                if kinds.as_text(name) is None:
+                    raise RequestError(
+                        f"{path}: the name {shown(name)} must be a string of valid Unicode",
+                        param=path,
+                    )
+            waiting += [(f"{path}.{name}", inner) for name, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            waiting += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]

@@ -207,3 +207,13 @@ def default_taps(target: ModelConfig) -> list[int]:
     first = min(1, layers - 1)
     steps = max(count - 1, 1)
     return sorted({first + round(i * (layers - 1 - first) / steps) for i in range(count)})
+
+
+class TrainableDflash(TrainableBlockDrafter):
+    """Learns the target's distribution: cross entropy, which is the divergence that published
+    drafters are trained with, up to a constant."""
+
+    architecture = "DFlashDraftModel"
+
+    def place_loss(self, drafted: Drafted) -> Tensor:
+        return -(drafted.probs * drafted.logits.log_softmax(-1)).sum(-1)
