@@ -249,17 +249,14 @@ class RequestGrammar(Standing):
         matcher.unsafe_compute_mask_ptr(address, 4 * self._words)
         if matcher.is_error():
             return False
-        self._hold(row, depth)
-        return True
-
-    def _hold(self, row: Row, count: int) -> None:
-        """Take end tokens out of a mask that has others. count: output tokens so far."""
-        early = count < self._min_new_tokens
+        # end tokens leave a mask that has others
+        early = depth < self._min_new_tokens
         held = self._not_early if early else self._never
         if held is not None:
             others = row & ~held
             if others.any():
                 row[:] = others
+        return True
 
 
 class Branch:

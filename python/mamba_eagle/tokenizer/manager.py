@@ -296,22 +296,19 @@ class TokenizerManager:
 
     def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
         try:
-            self._dispatch(sample, output, now)
+            before = len(sample.output_ids)
+            stop = sample.take(output)
+            if stop is not None and output.finish is None:
+                self._sender.send(stop)
+            self.recorder.progressed(sample, len(sample.output_ids) - before, now)
+            sample.request.tell(sample)
+            if sample.finish is not None:
+                self._ended(sample)
         except Exception:  # one request's trouble must not stop the others' outputs
             log.exception("request %s: its output could not be decoded", shown(sample.rid))
             message = "the output could not be decoded; see the server log"
             reason = FinishReason(kind="abort", message=message, failure=Failure.INTERNAL)
             self._abort(sample, reason)
-
-    def _dispatch(self, sample: Sample, output: RequestOutput, now: float) -> None:
-        before = len(sample.output_ids)
-        stop = sample.take(output)
-        if stop is not None and output.finish is None:
-            self._sender.send(stop)
-        self.recorder.progressed(sample, len(sample.output_ids) - before, now)
-        sample.request.tell(sample)
-        if sample.finish is not None:
-            self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:
         live = sample.request

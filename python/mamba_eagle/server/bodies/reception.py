@@ -148,16 +148,13 @@ class _Reception:
         if self._refusal is None:
             self._refusal = self._too_much(len(part))
         if self._refusal is not None:
-            self._give_back()
+            self._parts.clear()
+            self.bodies.held -= self.held
+            self.held = 0
             return
         self._parts.append(part)
         self.held += len(part)
         self.bodies.held += len(part)
-
-    def _give_back(self) -> None:
-        self._parts.clear()
-        self.bodies.held -= self.held
-        self.held = 0
 
     def _too_much(self, more: int) -> RequestError | None:
         if self.held + more > self.max_size:

@@ -107,7 +107,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
         if counts.problem:
             raise RequestError(f"the body {counts.problem}")
         if counts.many_numbers:
-            return _decode_by_field(body)
+            try:
+                fields = _decode_fields(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _not_json(error) from None
+            return {name: _decode_field(name, bytes(raw)) for name, raw in fields.items()}
     value = _decode_whole(body)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {shown(value)}")
@@ -129,14 +133,6 @@ def _decode_whole(body: bytes) -> Any:
 
 def _not_json(error: Exception) -> RequestError:
     return RequestError(f"the body is not valid JSON: {error}")
-
-
-def _decode_by_field(body: bytes) -> dict[str, Any]:
-    try:
-        fields = _decode_fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(error) from None
-    return {name: _decode_field(name, bytes(raw)) for name, raw in fields.items()}
 
 
 def _decode_field(name: str, text: bytes) -> Any:

@@ -106,6 +106,13 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
         else:
             sample_rids = [f"{rids[i]}_{k}" for k in range(n)]
         number += n
+        start = own["routed_experts_start_len"] or 0
+        if not 0 <= start <= len(token_ids):
+            remedy = f"must be between 0 and {len(token_ids)}"
+            raise RequestError.about("routed_experts_start_len", start, remedy)
+        name = own["lora_path"] or ""  # SGLang's field has a name, not a folder
+        if name and name not in state.adapters:
+            raise RequestError.about("lora_path", name, state.loaded_adapters)
         requests.append(
             PromptRequest(
                 rid=rids[i],
@@ -114,8 +121,8 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 return_spec_trace=bool(own["return_spec_trace"]),
                 return_hidden_states=bool(own["return_hidden_states"]),
                 return_routed_experts=_asks_for_experts(own, state),
-                routed_experts_start=_experts_start(own, len(token_ids)),
-                adapter=_read_adapter(own, state),
+                routed_experts_start=start,
+                adapter=name,
                 **samplings[i],
                 **_read_logprobs(own, len(token_ids), state.prompts.vocab_size),
                 **body.wishes(state.config, len(token_ids)),
@@ -267,28 +274,12 @@ def _own(body: GenerateBody, i: int, count: int) -> Fields:
     return own
 
 
-def _read_adapter(own: Fields, state: ServerState) -> str:
-    """Raises: RequestError 400 unless it is loaded: SGLang's field has a name, not a folder."""
-    name = own["lora_path"] or ""
-    if name and name not in state.adapters:
-        raise RequestError.about("lora_path", name, state.loaded_adapters)
-    return str(name)
-
-
 def _asks_for_experts(own: Fields, state: ServerState) -> bool:
     asks = bool(own["return_routed_experts"])
     if asks and not state.config.enable_return_routed_experts:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
     return asks
-
-
-def _experts_start(own: Fields, prompt_length: int) -> int:
-    start = own["routed_experts_start_len"] or 0
-    if not 0 <= start <= prompt_length:
-        remedy = f"must be between 0 and {prompt_length}"
-        raise RequestError.about("routed_experts_start_len", start, remedy)
-    return int(start)
 
 
 def _read_logprobs(own: Fields, prompt_length: int, vocab_size: int) -> Fields:

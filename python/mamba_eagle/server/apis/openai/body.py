@@ -103,7 +103,13 @@ class OpenAIJob(Job[OpenAIBody]):
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     body = read(CompletionBody, values)
-    _check_best_of(body)
+    problem = ""
+    if body.samples < body.n:
+        problem = f"must be n ({body.n}) or more"
+    elif body.samples > body.n and body.stream:
+        problem = "the best are known at the end, and a stream begins before: send stream: false"
+    if problem:
+        raise RequestError.about("best_of", body.best_of, problem)
     tokenizer = state.prompts.need_tokenizer("/v1/completions")
     limit_prompts(body.prompt, "prompt")
     count = count_prompts(body.prompt)
@@ -121,16 +127,6 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
         tokenizer.decode_all(prompts) if body.echo else [],
         read_grammar(body, state.grammars),
     )
-
-
-def _check_best_of(body: CompletionBody) -> None:
-    problem = ""
-    if body.samples < body.n:
-        problem = f"must be n ({body.n}) or more"
-    elif body.samples > body.n and body.stream:
-        problem = "the best are known at the end, and a stream begins before: send stream: false"
-    if problem:
-        raise RequestError.about("best_of", body.best_of, problem)
 
 
 def make_job(
