@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mamba_eagle.bench.report import Speed, StateMemory
-from mamba_eagle.bench.traffic import FewBits, StepBytes, StepSize, step_bytes, weight_bytes
+from mamba_eagle.bench.report import (
+    FewBits,
+    Speed,
+    StateMemory,
+    StepBytes,
+    StepSize,
+    step_bytes,
+    weight_bytes,
+)
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.quantization.policy import Policy
