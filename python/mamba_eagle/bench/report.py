@@ -27,7 +27,7 @@ from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes
 
 
 class StepBytes(NamedTuple):
-    """The least that one step reads: every weight once, the recurrent state of each request, and the
+    """The least that one step reads: every weight once, the recurrent state of each request, the
     keys and values of its tokens so far. Any engine moves that much, so engines can be compared by
     it. States that a scheme writes, rows, activations and everything that drafting reads are left
     out; they lower the share."""
