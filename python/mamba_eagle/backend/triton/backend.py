@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts and norms where it is installed."""
+"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts where it is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaScan, TorchScan
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
-from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
+from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.backend.triton.prefill import PlannedPrefill, TritonPrefillContext
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
@@ -132,7 +132,7 @@ class TritonBackend(Backend):
     prompts: type[PlannedPrefill] = TritonPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
-        super().__init__(place, dtype, FlashInferOps() if flashinfer else TritonOps())
+        super().__init__(place, dtype, TritonOps())
         self.flashinfer = flashinfer
         self.builds: KernelBuilds | None = None
 
