@@ -172,7 +172,6 @@ async def health_generate(request: Request) -> Response:
         token_ids=[token],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         seed=0,
-        sample_rids=[rid],
     )
     live = state.submit(rid, [prompt])
     try:

@@ -290,7 +290,7 @@ class TokenizerManager:
         self._spawn(self._abort_all(live.samples, reason))
 
     def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> Sample:
-        rid = prompt.sample_rids[i]
+        rid = prompt.sample_rid(i)
         # Clients may use a name again as soon as they have their answer, when the scheduler may
         # still have something to say about the first holder.
         engine_rid = f"{rid}#{next(self._numbers)}"

@@ -19,9 +19,12 @@ class PromptRequest(Prompt, kw_only=True):
     seed: int | None = None  # None: a random one
     n: int = 1
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
-    sample_rids: list[str] = []  # names of the n samples
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
     kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
+
+    def sample_rid(self, i: int) -> str:
+        """The name of sample i of n."""
+        return self.rid if self.n == 1 else f"{self.rid}_{i}"
 
 
 class VersionSpan(NamedTuple):
@@ -209,7 +212,7 @@ class LiveSamples:
         """
         names = {rid}
         for prompt in prompts:
-            names.update((prompt.rid, *prompt.sample_rids))
+            names.update((prompt.rid, *map(prompt.sample_rid, range(prompt.n))))
         if taken := names & self._names.keys():
             raise DuplicateRid(
                 f"rid = {shown(min(taken))}: a request of this name is running: choose another, or "

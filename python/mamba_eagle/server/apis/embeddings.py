@@ -73,7 +73,6 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[Embeddin
             token_ids=prompt,
             sampling=SamplingParams(max_new_tokens=0, temperature=0.0),
             seed=0,
-            sample_rids=[name],
             pooling=state.config.pooling_method,
             adapter=state.adapter_of(body.model),
             **body.wishes(state.config, len(prompt)),

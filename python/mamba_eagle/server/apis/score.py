@@ -100,7 +100,6 @@ def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:
             token_ids=ids,
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
             seed=0,
-            sample_rids=[f"{rid}_{number}"],
             return_logprob=True,
             token_ids_logprob=own,
             adapter=adapter,

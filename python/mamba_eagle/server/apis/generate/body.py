@@ -96,16 +96,8 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
     num_samples = sum(sampling["n"] for sampling in samplings)
     state.limit_samples(count, num_samples)
     requests: list[PromptRequest] = []
-    number = 0  # of the sample in the whole request
     for i, token_ids in enumerate(_read_prompts(body, state)):
-        own, n = _own(body, i, count), samplings[i]["n"]
-        if n == 1:
-            sample_rids = [rids[i]]
-        elif rids[i] == rid:
-            sample_rids = [f"{rid}_{number + k}" for k in range(n)]
-        else:
-            sample_rids = [f"{rids[i]}_{k}" for k in range(n)]
-        number += n
+        own = _own(body, i, count)
         start = own["routed_experts_start_len"] or 0
         if not 0 <= start <= len(token_ids):
             remedy = f"must be between 0 and {len(token_ids)}"
@@ -117,7 +109,6 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
             PromptRequest(
                 rid=rids[i],
                 token_ids=token_ids,
-                sample_rids=sample_rids,
                 return_spec_trace=bool(own["return_spec_trace"]),
                 return_hidden_states=bool(own["return_hidden_states"]),
                 return_routed_experts=_asks_for_experts(own, state),

@@ -162,7 +162,6 @@ def make_job(
                 sampling=samplings[length],
                 seed=body.chosen_seed,
                 n=n,
-                sample_rids=[own] if n == 1 else [f"{own}_{k}" for k in range(n)],
                 stops=stops,
                 return_logprob=bool(wanted) or n > body.n,
                 logprob_start=0 if of_prompt else -1,
