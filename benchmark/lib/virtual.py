@@ -116,7 +116,6 @@ def ready(
         context_length=131_072,
         vocab_size=131_072,
         eos_token_ids=[12],
-        pid=0,
         chunked_prefill_size=prompt_tokens,
     )
 

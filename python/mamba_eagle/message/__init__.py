@@ -268,9 +268,6 @@ class EngineSize(Message):
 class Ready(EngineSize, kw_only=True):
     """The engine accepts requests."""
 
-    scheduler_pid: int
-    runner_pid: int
-
 
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One position: the token's own logprob and the best ones, both before penalties and
@@ -628,7 +625,6 @@ class TierSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RunnerReady(EngineSize, kw_only=True):
     """The model is loaded."""
 
-    pid: int
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     max_journals: int = 0  # journal slots

@@ -123,7 +123,6 @@ def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: 
         context_length=100,
         vocab_size=100,
         eos_token_ids=[],
-        pid=0,
         details={"device": device, "checkpoint_bytes": slots * 10**6, "verify_bytes": slots * 500},
     )
     state = StateMemory.of(ready)

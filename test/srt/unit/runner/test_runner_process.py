@@ -57,7 +57,7 @@ class Runner:
     def ready(self):
         return RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
-            vocab_size=1, eos_token_ids=[], pid=os.getpid(),
+            vocab_size=1, eos_token_ids=[],
             details={"has_vocabulary": int(self.matchers._vocabulary is not None)},
         )
     MOMENT
