@@ -307,7 +307,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     rid: str
     token_ids: list[int] = []
     finish: FinishReason | None = None
-    prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     # if the server speculates, totals over all decode steps of the request, plain ones included:

@@ -198,7 +198,6 @@ class FakeEngine:
                     rid=rid,
                     token_ids=now,
                     finish=None if rest else finish,
-                    prompt_tokens=len(request.token_ids),
                     cached_tokens=1,
                     verify_steps=1,
                     accepted_drafts=len(now) - 1 if now else 0,
