@@ -3,12 +3,10 @@
 import dataclasses
 from dataclasses import dataclass
 
-from mamba_eagle.config.adapters import AdapterSettings
 from mamba_eagle.config.drafting import DraftSettings
 from mamba_eagle.config.flags import Settings, setting
-from mamba_eagle.config.memory import MambaSettings, MemorySettings
+from mamba_eagle.config.memory import AdapterSettings, MambaSettings, MemorySettings, TierSettings
 from mamba_eagle.config.model import ModelSettings, RankSettings
-from mamba_eagle.config.tiers import TierSettings
 from mamba_eagle.drafters import DRAFTERS
 
 

@@ -154,9 +154,9 @@ class RankSettings(Settings):
     all_reduce: str = setting(
         "auto",
         "how the parts of --tp-size processes on GPUs are added up in steps; symmetric: over "
-        "memory that GPUs with NVLink share, by torch's kernels or our own, with the norm that "
-        "follows; auto: NCCL or symmetric, whichever is faster here for each number of tokens; "
-        "what cannot be had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
+        "memory that GPUs with NVLink share, by our own kernel, with the norm that follows; auto: "
+        "NCCL or symmetric, whichever is faster here for each number of tokens; what cannot be "
+        "had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
         ("auto", "nccl", "symmetric"),
     )
     check_ranks: int = setting(

@@ -5,7 +5,6 @@ refused is refused before weights are read. All ranks pass through it together.
 """
 
 import logging
-import os
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
@@ -255,7 +254,6 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
         context_length=length,
         vocab_size=model.config.vocab_size,
         eos_token_ids=list(model.config.eos_token_ids),
-        pid=os.getpid(),
         chunked_prefill_size=backend.place.prompt_tokens,
         max_journals=journals.num_slots,
         journal_rows=journals.size,

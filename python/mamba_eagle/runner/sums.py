@@ -21,11 +21,10 @@ def methods_of(name: str, exact: bool) -> Sequence[type[JoinedSum]]:
     """For a value of --all-reduce, in the order in which they are tried."""
     # torch's distributed package, which is for several ranks on GPUs only
     from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
-    from mamba_eagle.parallel.sums.symmetric import OneShot, TwoShots
 
     if name == "nccl":
         return ()
-    return (OrderedSum,) if exact else (OneShot, TwoShots, PushedSum)
+    return (OrderedSum,) if exact else (PushedSum,)
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:

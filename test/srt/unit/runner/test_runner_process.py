@@ -58,7 +58,7 @@ class Runner:
     def ready(self):
         return RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
-            vocab_size=1, eos_token_ids=[], pid=os.getpid(),
+            vocab_size=1, eos_token_ids=[],
             details={"has_vocabulary": int(self.matchers._vocabulary is not None)},
         )
     MOMENT
@@ -159,7 +159,7 @@ PROFILED = """
 import sys, types
 import mamba_eagle.runner.start
 from mamba_eagle.message import Profile
-from mamba_eagle.runner.profiler import StepProfiler
+from mamba_eagle.runner.worker import StepProfiler
 assert "numba" not in sys.modules  # a GPU does without
 before = set(sys.modules)
 profiler = StepProfiler(types.SimpleNamespace(on_host=True), finish=lambda: None)
