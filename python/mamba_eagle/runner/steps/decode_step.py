@@ -90,7 +90,7 @@ class DecodeStep:
         # what runs the target in place of its layers, one by one, and the scheme
         self.program = self._program(adapted=False)
         self.adapted_program = self._program(adapted=True) if adapters.num_slots else None
-        self.forced_length: float | None = None  # mean acceptance length to simulate
+        self.forced_length: float | Tensor | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def _program(self, adapted: bool) -> StepProgram | None:
@@ -99,7 +99,7 @@ class DecodeStep:
             return None
         return self.backend.step_program(target, self.kv, self.table, self.scheme, adapted)
 
-    def simulate(self, length: float) -> None:
+    def simulate(self, length: float | Tensor) -> None:
         """Accept ``length`` nodes on average, whatever the target's tokens are."""
         self.forced_length = length
         self.drafter.draft_whole_trees()
