@@ -17,7 +17,7 @@ def mail_for(config: EngineConfig, ranks: Ranks, backend: Backend, model: Causal
     """What carries messages between stages on GPUs, on all ranks together; None: NCCL does, and
     stages take turns. model: this rank's, with its taps."""
     stages = ranks.stages
-    on_gpus = stages.size > 1 and stages.device.type == "cuda"
+    on_gpus = stages.size > 1 and not backend.place.on_host
     if not on_gpus or config.pp_turns or config.nnodes > 1:
         return None
     from mamba_eagle.parallel.mail import join_mail, mail_problem  # loads Triton
