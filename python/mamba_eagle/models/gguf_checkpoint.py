@@ -336,7 +336,9 @@ class GgufCheckpoint:
             return stored
         return grouped(stored, self.made[name].sources[0].dtype)
 
-    def tensors(self, parts: Mapping[str, Part], mapped_bytes: int) -> Iterator[Opened]:
+    def tensors(
+        self, parts: Mapping[str, Part], mapped_bytes: int, device: torch.device
+    ) -> Iterator[Opened]:
         """The named tensors, on the CPU: what ``parts`` says of them. Those of ``packed`` are the
         file's bytes and whole, as they are cut with their scales."""
         for name, part in parts.items():
