@@ -21,7 +21,7 @@ from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.rooms import Rooms
 from mamba_eagle.models.split import Split
-from mamba_eagle.models.staging import DTYPES, staged_tensors
+from mamba_eagle.models.staging import DTYPES, Staging
 from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
@@ -57,13 +57,19 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def load_weights(
-    model: nn.Module, folder: str | Path, rooms: Rooms | None = None, split: Split | None = None
+    model: nn.Module,
+    folder: str | Path,
+    rooms: Rooms | None = None,
+    split: Split | None = None,
+    staging: Staging | None = None,
 ) -> None:
     """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
     split: if the model is a rank's part of a larger one; of the files it reads only that part.
+
+    staging: to the model's device, if it has memory of its own.
 
     rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
@@ -99,7 +105,7 @@ def load_weights(
         desc=f"loading {checkpoint.folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, stored in checkpoint.tensors(parts, total // 20, rooms.device):
+        for name, stored in checkpoint.tensors(parts, total // 20, staging):
             progress.update(contents[name].nbytes)
             try:
                 value = checkpoint.value(name, stored)
@@ -320,18 +326,19 @@ class Checkpoint:
         return stored if matrix is None else matrix.read(stored, self._read)
 
     def tensors(
-        self, parts: dict[str, Part], mapped_bytes: int, device: torch.device
+        self, parts: dict[str, Part], mapped_bytes: int, staging: Staging | None
     ) -> Iterator[Opened]:
-        """What a GPU needs as it is stored is there already, the rest in the host's memory."""
+        """What a device needs as it is stored is there already, the rest in the host's memory."""
 
         def is_staged(name: str) -> bool:
-            part, known = parts[name], self.contents[name].dtype in DTYPES
-            return device.type == "cuda" and part.cut is None and not part.packed and known
+            part, stored = parts[name], self.contents[name]
+            as_stored = part.cut is None and not part.packed and stored.dtype in DTYPES
+            return as_stored and stored.nbytes > 0
 
         for staged, names in groupby(parts, is_staged):
             together = {name: parts[name] for name in names}
-            if staged:
-                values = staged_tensors([self.contents[name] for name in together], device)
+            if staged and staging is not None:
+                values = staging.tensors([self.contents[name] for name in together])
                 yield from map(Opened, together, values)
             else:
                 yield from checkpoint_tensors(self.contents, together, mapped_bytes)

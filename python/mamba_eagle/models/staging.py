@@ -3,11 +3,11 @@ while they read on. Read by the page faults of one thread, a warm file comes at 
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,18 +27,23 @@ class Piece(NamedTuple):
     size: int
 
 
-class Buffer:
-    """Pinned memory, and the copy that reads it last."""
+class Copied(Protocol):
+    """A point in the device's work."""
 
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.data = torch.empty(PIECE, dtype=torch.uint8, pin_memory=on_gpu)
-        self.copied = torch.cuda.Event() if on_gpu else None
+    def wait(self) -> None: ...
+
+
+class Buffer:
+    """Memory of the host, and the copy that has read it last."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.copied: Copied | None = None
 
     def fill(self, piece: Piece) -> None:
         """Raises: OSError if the file has become shorter."""
         if self.copied is not None:
-            self.copied.synchronize()
+            self.copied.wait()
         room, at = memoryview(self.data.numpy().data)[: piece.size], 0
         while at < piece.size:
             count = os.preadv(piece.file, [room[at:]], piece.begin + at)
@@ -46,39 +51,43 @@ class Buffer:
                 raise OSError("a file of weights has become shorter while it was read")
             at += count
 
-    def copy_to(self, room: Tensor) -> None:
-        room.copy_(self.data[: len(room)], non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
 
+class Staging(NamedTuple):
+    """How tensors get to a device with memory of its own: as Place's."""
 
-def staged_tensors(tensors: Sequence[Stored], device: torch.device) -> Iterator[Tensor]:
-    """Each on ``device``, one after the other, in the order of its stream. Raises: OSError"""
-    with ExitStack() as stack:
-        files: dict[Path, int] = {}
-        for each in tensors:
-            if each.file not in files:
-                files[each.file] = os.open(each.file, os.O_RDONLY)
-                stack.callback(os.close, files[each.file])
-        threads = stack.enter_context(ThreadPoolExecutor(THREADS, "weights"))
-        stack.callback(threads.shutdown, cancel_futures=True)  # where the caller has had enough
-        pieces = iter([piece for each in tensors for piece in _pieces(each, files[each.file])])
-        under_way: deque[tuple[Buffer, Future[None]]] = deque()
+    device: torch.device
+    host_buffer: Callable[[int], Tensor]
+    timestamp: Callable[[], Copied]
 
-        def read_on(buffer: Buffer) -> None:
-            if (piece := next(pieces, None)) is not None:
-                under_way.append((buffer, threads.submit(buffer.fill, piece)))
+    def tensors(self, stored: Sequence[Stored]) -> Iterator[Tensor]:
+        """Each on the device, one after the other, for what is launched later. Raises: OSError"""
+        with ExitStack() as stack:
+            files: dict[Path, int] = {}
+            for each in stored:
+                if each.file not in files:
+                    files[each.file] = os.open(each.file, os.O_RDONLY)
+                    stack.callback(os.close, files[each.file])
+            threads = stack.enter_context(ThreadPoolExecutor(THREADS, "weights"))
+            stack.callback(threads.shutdown, cancel_futures=True)  # if the caller has had enough
+            pieces = iter([piece for each in stored for piece in _pieces(each, files[each.file])])
+            under_way: deque[tuple[Buffer, Future[None]]] = deque()
 
-        for _ in range(2 * THREADS):
-            read_on(Buffer(device))
-        for each in tensors:
-            value = torch.empty(each.nbytes, dtype=torch.uint8, device=device)
-            for room in value.split(PIECE):
-                buffer, read = under_way.popleft()
-                read.result()
-                buffer.copy_to(room)
-                read_on(buffer)
-            yield value.view(DTYPES[each.dtype]).view(each.shape)
+            def read_on(buffer: Buffer) -> None:
+                if (piece := next(pieces, None)) is not None:
+                    under_way.append((buffer, threads.submit(buffer.fill, piece)))
+
+            room = self.host_buffer(2 * THREADS * PIECE)
+            for data in room.split(PIECE):
+                read_on(Buffer(data))
+            for each in stored:
+                value = torch.empty(each.nbytes, dtype=torch.uint8, device=self.device)
+                for part in value.split(PIECE):
+                    buffer, read = under_way.popleft()
+                    read.result()
+                    part.copy_(buffer.data[: len(part)], non_blocking=True)
+                    buffer.copied = self.timestamp()
+                    read_on(buffer)
+                yield value.view(DTYPES[each.dtype]).view(each.shape)
 
 
 def _pieces(tensor: Stored, file: int) -> Iterator[Piece]:

@@ -30,6 +30,7 @@ from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
+from mamba_eagle.models.staging import Staging
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.heap import give_back_freed_memory
@@ -119,11 +120,18 @@ class Loader:
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:
-            load_weights(model, path, rooms, split)
+            load_weights(model, path, rooms, split, self.staging)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
         give_back_freed_memory()
         return model
+
+    @property
+    def staging(self) -> Staging | None:
+        place = self.backend.place
+        if place.on_host:
+            return None
+        return Staging(place.device, place.host_buffer, place.timestamp)
 
     def empty(self, make: Callable[[], Model]) -> Model:
         """A module whose large weights have no memory yet."""
@@ -138,7 +146,7 @@ class Loader:
         for a layer twice, and the model is good for nothing."""
         try:
             rooms = RefilledRooms(model, self.empty(make), self.backend.device, self.policy)
-            load_weights(rooms.model, path, rooms, split)
+            load_weights(rooms.model, path, rooms, split, self.staging)
         except (OtherForm, torch.OutOfMemoryError):
             return False
         return True

@@ -9,12 +9,13 @@ from rollout_rig import shaken
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mamba_eagle.backend.place import Host
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.layers.layer import Layer, per_layer
 from mamba_eagle.message import Generate
 from mamba_eagle.models.loader import stored_tensors
-from mamba_eagle.models.staging import PIECE, staged_tensors
+from mamba_eagle.models.staging import PIECE, Staging
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble, refill
@@ -22,6 +23,8 @@ from mamba_eagle.runner.refill import tensors_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["nemotron-3-nano", "qwen3-next", "lfm2"]  # stacked, fused, tied
+HOST = Host()
+STAGING = Staging(HOST.device, HOST.host_buffer, HOST.timestamp)
 
 
 @per_layer
@@ -89,7 +92,7 @@ def test_staged_tensors_are_those_of_the_files(tmp_path: Path) -> None:
         save_file({name: value}, tmp_path / f"{name}.safetensors")
     save_file({f"{n} again": v for n, v in wanted.items()}, tmp_path / "all.safetensors")
     stored = stored_tensors(tmp_path)
-    found = staged_tensors(list(stored.values()), torch.device("cpu"))
+    found = STAGING.tensors(list(stored.values()))
     for name, value in zip(stored, found, strict=True):
         assert torch.equal(value, wanted[name.removesuffix(" again")]), name
 
@@ -99,4 +102,4 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
     stored = list(stored_tensors(tmp_path).values())
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(OSError, match="shorter"):
-        list(staged_tensors(stored, torch.device("cpu")))
+        list(STAGING.tensors(stored))
