@@ -1,6 +1,7 @@
 """A model whose weights are replaced in their places is one that starts with the new ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from mamba_eagle.backend.place import Host
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.layers.layer import Layer, per_layer
-from mamba_eagle.message import Generate
+from mamba_eagle.message import ChangeModel, Generate, Weights
 from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.staging import PIECE, Staging
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.assemble import assemble, refill
+from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.refill import tensors_in
+from mamba_eagle.runner.renewal import Renewal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["nemotron-3-nano", "qwen3-next", "lfm2"]  # stacked, fused, tied
@@ -49,6 +51,16 @@ def tokens(engine: OfflineEngine) -> list[int]:
     return found
 
 
+def captured(runner: Any) -> Renewal:
+    """As of a runner whose steps are graphs."""
+    runner.parts = runner.parts._replace(captures=True)
+    return Renewal(runner)
+
+
+def weights_in(folder: Path) -> ChangeModel:
+    return ChangeModel(weights=Weights(target=str(folder), version=folder.name))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_refilled_models_are_those_that_start_with_the_weights(family: str, tmp_path: Path) -> None:
     folders = [tmp_path / "A", tmp_path / "B"]
@@ -68,23 +80,30 @@ def test_refilled_models_are_those_that_start_with_the_weights(family: str, tmp_
     assert any("derived" in path for path in places)
     first, others = tokens(engines[0]), tokens(engines[1])
 
-    assert refill(engines[0].runner, engines[1].runner.config)
+    renewal = captured(engines[0].runner)
+    assert not renewal.change(weights_in(folders[1]), pytest.fail)
+    assert renewal.runner is engines[0].runner
+    assert renewal.config.model_path == str(folders[1])
     after = dict(tensors_in(models[0], "", set()))
     assert {path: held.data_ptr() for path, held in after.items()} == places
     for path, held in wanted.items():
         assert torch.equal(after[path], held), path
     assert tokens(engines[0]) == others != first
+    assert not renewal.change(weights_in(folders[0]), pytest.fail)
+    assert tokens(engines[0]) == first
 
 
-def test_weights_of_another_form_are_not_put_into_these_places(tmp_path: Path) -> None:
+def test_a_runner_is_replaced_whose_weights_have_no_places_of_their_own(tmp_path: Path) -> None:
     """Zamba2's layers share modules."""
     make_peer("zamba2").save_pretrained(tmp_path)
-    engine = engine_of(tmp_path)
-    assert not refill(engine.runner, engine.runner.config)
+    runner = engine_of(tmp_path).runner
+    renewal = captured(runner)
+    assert not renewal.change(weights_in(tmp_path), lambda: None)
+    assert renewal.runner is not runner
 
 
 def test_staged_tensors_are_those_of_the_files(tmp_path: Path) -> None:
-    sizes = {"large": (PIECE // 2 + 5, 3), "row": (7,), "one": (), "two": (2 * PIECE // 4,)}
+    sizes = {"large": (PIECE // 8 + 5, 3), "row": (7,), "one": (), "whole": (PIECE // 4,)}
     draw = torch.Generator().manual_seed(0)
     wanted = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
     wanted["short"] = wanted["large"].bfloat16()
