@@ -3,11 +3,11 @@
     python -m benchmark.host_tier
 
 SGLang #39436's test: --prefixes prompts of --tokens tokens on a server whose device holds few of
-them, twice. ``host_tier_hits`` counts those that come back, ``host_tier_first_token`` is how long
-the first token takes then, as a share of the first time. Then --streams clients read text while
-prompts come whose prefixes are on the device, and while prompts come whose prefixes are copied up
-from the host and others down: ``host_tier_steps`` compares the times between tokens. Both kinds of
-prompts run as many tokens anew.
+them, and then the same with a question behind each. ``host_tier_hits`` counts those that come back,
+``host_tier_first_token`` is how long the first token takes then, as a share of the first time. Then
+--streams clients read text while prompts come whose prefixes are on the device, and while prompts
+come whose prefixes are copied up from the host and others down: ``host_tier_steps`` compares the
+times between tokens. Both kinds of prompts run as many tokens anew.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Asked:
     """Prompts with long prefixes, and what came of the last time each was sent."""
 
     def __init__(self, client: StreamClient, prefixes: int, tokens: int) -> None:
-        self.client, self.draw = client, random.Random(1)
+        self.client, self.draw = client, random.Random(tokens)
         self.prefixes = [self.ids(tokens) for _ in range(prefixes)]
 
     def ids(self, count: int) -> list[int]:
         return [self.draw.randrange(10, 500) for _ in range(count)]
 
-    async def first_token(self, number: int) -> tuple[float, int]:
-        """Seconds until it, and cached tokens."""
-        prompt = [*self.prefixes[number], *self.ids(FEW)]
+    async def first_token(self, number: int, more: int = FEW) -> tuple[float, int]:
+        """Seconds until it, and cached tokens. more: tokens behind the prefix."""
+        prompt = [*self.prefixes[number], *self.ids(more)]
         began, found, cached = time.perf_counter(), 0.0, 0
         async with self.client.stream(body_of(prompt, FEW)) as pieces:
             async for piece in pieces:
@@ -92,7 +92,7 @@ async def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         await Asked(client, 1, 700).first_token(0)
         asked = Asked(client, args.prefixes, args.tokens)
         order = range(args.prefixes)
-        cold = [await asked.first_token(number) for number in order]
+        cold = [await asked.first_token(number, more=0) for number in order]
         again = [await asked.first_token(number) for number in order]
         hits = sum(cached >= 0.95 * args.tokens for _, cached in again)
         seconds = [statistics.median(first for first, _ in each) for each in (cold, again)]

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import torch
@@ -84,12 +84,22 @@ def gpu_bytes() -> int:
         return 0
 
 
+class Seen(NamedTuple):
+    """Of a server with some weights."""
+
+    texts: list[Any]
+    repeats: bool  # whether the same prompts gave the same texts again
+    sums: str
+
+
 class Trainer:
     """What it does to a server, and how long each takes."""
 
-    def __init__(self, client: StreamClient, control: httpx.AsyncClient, size: int) -> None:
-        """size: of the weights in the files, in bytes."""
-        self.client, self.control, self.size = client, control, size
+    def __init__(
+        self, client: StreamClient, control: httpx.AsyncClient, size: int, sums: bool
+    ) -> None:
+        """size: of the weights in the files, in bytes. sums: whether checksums are compared."""
+        self.client, self.control, self.size, self.sums = client, control, size, sums
 
     async def post(self, path: str, **body: Any) -> float:
         """Seconds."""
@@ -104,6 +114,17 @@ class Trainer:
         seconds = await self.post(path, model_path=str(folder), weight_version=version)
         print(f"update to {version}: {seconds:.2f} s", flush=True)
         return {"value": round(seconds, 3), "gb_s": round(self.size / seconds / 1e9, 2)}
+
+    async def seen(self) -> Seen:
+        """Run anew, and again behind that, with nothing cached."""
+        texts = await self.texts()
+        await self.post("/flush_cache")
+        sums = "" if not self.sums else await self.checksum()
+        return Seen(texts, await self.texts() == texts, sums)
+
+    async def checksum(self) -> str:
+        answer = await self.control.post("/weights_checker", json={"action": "checksum"})
+        return json.dumps(answer.json()["ranks"])
 
     async def texts(self) -> list[Any]:
         sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -145,28 +166,28 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
     lines: list[dict[str, Any]] = []
     routes = httpx.AsyncClient(base_url=url, timeout=300, trust_env=False)
     async with StreamClient(url) as client, routes as control:
-        trainer = Trainer(client, control, size)
+        trainer = Trainer(client, control, size, args.checksums)
 
         def add(name: str, **values: Any) -> None:
             lines.append({"name": name, **values, "gb": round(size / 1e9, 2), "flags": args.flags})
             print(json.dumps(lines[-1]), flush=True)
 
-        of_first = await trainer.texts()
+        of_first = await trainer.seen()
         add(
             "update_beside_clients_s",
             clients=args.clients,
             **await trainer.update_beside(second, args.clients, args.tokens),
         )
-        of_second = await trainer.texts()
+        of_second = await trainer.seen()
         disk = Path(args.disk) if args.disk else first
         add("update_from_disk_s" if args.disk else "update_s", **await trainer.update(disk, "A"))
-        same = [await trainer.texts() == of_first != of_second]
+        seen = [(of_first, await trainer.seen())]
         add("update_s", **await trainer.update(second, "B again"))
         before = gpu_bytes()
         released = await trainer.post("/release_memory_occupation")
         left = gpu_bytes()
         resumed = await trainer.post("/resume_memory_occupation")
-        same.append(await trainer.texts() == of_second)
+        seen.append((of_second, await trainer.seen()))
         info = await client.server_info()
         pools = sum(info[f"{n}_bytes"] for n in ("weight", "kv", "checkpoint", "verify"))
         add(
@@ -179,8 +200,14 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
             freed=round((before - left) / pools, 3),
         )
         await trainer.update(first, "A again")
-        same.append(await trainer.texts() == of_first)
-        add("same_texts", value=sum(same), of=len(same))
+        seen.append((of_first, await trainer.seen()))
+        for name, same in (
+            ("same_weights", [a.sums == b.sums for a, b in seen]),
+            ("repeated_texts", [one.repeats for pair in seen for one in pair]),
+            ("same_texts", [a.texts == b.texts for a, b in seen]),
+        ):
+            differ = of_first.texts != of_second.texts
+            add(name, value=sum(same), of=len(same), each=same, others_differ=differ)
     return lines
 
 
@@ -190,6 +217,7 @@ def main() -> None:
     parser.add_argument("--disk", default="")
     parser.add_argument("--geometry", default=str(GEOMETRY), help="folder with a config.json")
     parser.add_argument("--flags", default="", help="added to those of the geometry")
+    parser.add_argument("--checksums", action="store_true", help="compare the weights, too")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each of their replies")
     parser.add_argument("--results", default="")

@@ -78,7 +78,7 @@ def rounds(folder: Path) -> list[Round]:
         return [Round(EMBEDDED, EMBEDDED.drafters[:4], REQUESTS)]
     if SCALE == 1:
         other = random_target(RANDOM[SEED % 3], folder / "other")
-        drafters = random.Random(SEED).sample(EMBEDDED.drafters, 3)
+        drafters = random.Random(SEED).sample(EMBEDDED.drafters, 2)
         return [
             Round(EMBEDDED, tuple(drafters), REQUESTS),
             Round(other, ("STANDALONE", "NGRAM"), REQUESTS // 2),

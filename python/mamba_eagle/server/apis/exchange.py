@@ -17,7 +17,7 @@ from mamba_eagle.message import ExportPrefix, ImportPrefix
 from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
 from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.apis.sse import wait_for_success
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.remote_reads import TransportError
 from mamba_eagle.server.state import ServerState
