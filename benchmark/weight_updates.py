@@ -235,7 +235,6 @@ def main() -> None:
     with ServerProcess([*shlex.split(flags), *shlex.split(args.flags)]) as server:
         print(f"answers after {time.perf_counter() - began:.0f} s", flush=True)
         lines = asyncio.run(measure(server.base_url, folders, args))
-        print("\n".join(line for line in server.output.splitlines() if "replaced" in line))
     if args.results:
         results.append(args.results, [{**line, **facts.facts()} for line in lines])
     sys.exit(lines[-1]["value"] != lines[-1]["of"])
