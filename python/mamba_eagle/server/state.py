@@ -37,6 +37,7 @@ from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.at_reply import trace_parent
 from mamba_eagle.server.http.auth import api_keys
 from mamba_eagle.server.lifetime import Lifetime
+from mamba_eagle.server.remote_reads import RemoteReads
 from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
@@ -85,6 +86,8 @@ class ServerState:
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
     paused: bool = False  # requests that come wait
     incoming: Incoming = field(default_factory=Incoming)  # weights from a group
+    remote_reads: RemoteReads = field(default_factory=RemoteReads)  # of prefixes
+    withdrawing: asyncio.Task[None] | None = None  # ends when others have read what was offered
     snapshot: list[dict[str, str]] | None = None  # the weights' checksums, by rank
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
