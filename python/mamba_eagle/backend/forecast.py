@@ -29,5 +29,6 @@ def multiplies_four_bits_faster() -> bool:
     features = os.environ.get("NUMBA_CPU_FEATURES", "")
     if not features and PROCESSOR.exists():
         features = PROCESSOR.read_text().partition("flags")[2].partition("\n")[0]
-    found = set(re.findall(r"\w+", features.replace("_", "")))
+    signed = re.findall(r"(-?)(\w+)", features.replace("_", ""))
+    found = {name for sign, name in signed if not sign}
     return "avx2" in found and "avx512vnni" not in found

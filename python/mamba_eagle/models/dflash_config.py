@@ -99,13 +99,13 @@ def block_config(config: ModelConfig) -> BlockConfig:
             f"markov_head_type {kind!r:.200} is not supported; known: {', '.join(MARKOV_KINDS)}"
         )
     windows = _windows(both, len(config.blocks))
-    token = _whole(both, "mask_token_id", 0)
+    rows, token = _whole(both, "block_size", 1), _whole(both, "mask_token_id", 0)
     if token >= config.vocab_size:
         raise UnsupportedModel(
             f"mask_token_id {token}: must be a token of the vocabulary of {config.vocab_size}"
         )
     return BlockConfig(
-        rows=_whole(both, "block_size", 1),
+        rows=rows,
         mask_token=token,
         taps=_taps(both),
         target_hidden_size=both.get("target_hidden_size") or config.hidden_size,

@@ -106,7 +106,7 @@ def test_drafts_on_a_cpu_are_chains_from_few_bits(monkeypatch: pytest.MonkeyPatc
         config = resolve(ServerConfig(**given))
         return config.tree_shape.name, config.speculative_draft_model_quantization
 
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx,+avx2,+fma")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx,+avx2,+fma,-avx512vnni")
     assert drafts(device="cpu") == ("1x5x6", "int4")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+avx512f,+avx512vnni")
     assert drafts(device="cpu") == ("1x5x6", "int8")
