@@ -32,14 +32,14 @@ from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.config import EngineConfig, add_arguments, from_arguments
 from mamba_eagle.constrain.grammar import json_schema_grammar
 from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.request import fill_masks
 from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
-from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.sampler import Scored
 
 RESULTS = Path(__file__).parent / "results" / "constrained.jsonl"

@@ -172,7 +172,7 @@ def measure_ours(
 ) -> dict[str, Any]:
     """In a process of its own."""
     from mamba_eagle.layers.weights import weight_bytes
-    from mamba_eagle.runner.make import make_runner
+    from mamba_eagle.runner.leader import make_runner
 
     logging.disable(logging.WARNING)
     path = str(Path(folder) / job.model)

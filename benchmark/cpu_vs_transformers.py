@@ -33,7 +33,7 @@ from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEER = "transformers"

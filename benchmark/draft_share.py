@@ -24,7 +24,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 
 MODELS = Path(__file__).parent / "models"

@@ -28,7 +28,7 @@ from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.tree.tree import Tree
 

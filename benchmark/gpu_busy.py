@@ -22,7 +22,7 @@ from mamba_eagle.config import EngineConfig, from_arguments
 from mamba_eagle.core import PLAIN
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 
 
 def traced(engine: BatchEngine, prompts: list[list[int]], output_len: int) -> profile:

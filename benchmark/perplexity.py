@@ -24,7 +24,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 

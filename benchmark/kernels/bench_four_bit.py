@@ -26,33 +26,42 @@ from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.kernels.four_bit.triton import Config, Weight
 
-TOKENS = (1, 8, 16, 32, 64)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 GROUPS = {"nvfp4": (16,), "int4": (128, 32)}  # the first that fits
 WITHIN = 5e-3  # relative error; bfloat16 outputs alone are off by 1.7e-3
 BF16 = torch.bfloat16
 
-# (rows, units, slices, warps, stages, registers or 0, apart) by the most tokens they are for
-CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int | 0, bool]]] = {
+# (rows, tokens, units, slices, warps, stages, registers or 0, apart) by the most tokens they serve
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int, int, bool]]] = {
     8: [
-        (32, 32, 4, 4, 3, 0, 0), (32, 32, 4, 4, 3, 96, 0), (32, 32, 4, 4, 3, 80, 0),
-        (32, 32, 4, 4, 3, 0, 1), (32, 32, 4, 4, 4, 0, 1), (16, 32, 4, 4, 4, 0, 0),
-        (16, 32, 4, 4, 4, 64, 0), (16, 64, 4, 4, 3, 0, 0), (64, 32, 4, 4, 3, 0, 0),
-        (64, 32, 4, 4, 3, 128, 0), (64, 32, 4, 4, 3, 128, 1), (32, 32, 2, 2, 4, 0, 0),
-        (32, 64, 2, 2, 3, 128, 0), (64, 32, 2, 2, 3, 128, 0), (16, 32, 8, 8, 3, 0, 0),
+        (32, 8, 32, 4, 4, 3, 0, 0), (32, 8, 32, 4, 4, 3, 96, 0), (32, 8, 32, 4, 4, 3, 80, 0),
+        (32, 8, 32, 4, 4, 3, 0, 1), (32, 8, 32, 4, 4, 4, 0, 1), (16, 8, 32, 4, 4, 4, 0, 0),
+        (16, 8, 32, 4, 4, 4, 64, 0), (16, 8, 64, 4, 4, 3, 0, 0), (64, 8, 32, 4, 4, 3, 0, 0),
+        (64, 8, 32, 4, 4, 3, 128, 0), (64, 8, 32, 4, 4, 3, 128, 1), (32, 8, 32, 2, 2, 4, 0, 0),
+        (32, 8, 64, 2, 2, 3, 128, 0), (64, 8, 32, 2, 2, 3, 128, 0), (16, 8, 32, 8, 8, 3, 0, 0),
     ],
     16: [
-        (32, 32, 4, 4, 3, 0, 1), (32, 32, 4, 4, 3, 0, 0), (64, 32, 1, 4, 4, 0, 1),
-        (64, 64, 1, 4, 3, 0, 1), (128, 32, 1, 4, 3, 0, 1),
+        (32, 16, 32, 4, 4, 3, 0, 1), (32, 16, 32, 4, 4, 3, 0, 0), (64, 16, 32, 1, 4, 4, 0, 1),
+        (64, 16, 64, 1, 4, 3, 0, 1), (128, 16, 32, 1, 4, 3, 0, 1),
     ],
     32: [
-        (32, 32, 4, 4, 3, 128, 1), (16, 32, 4, 4, 3, 0, 1), (64, 32, 1, 4, 4, 0, 1),
-        (64, 64, 1, 4, 3, 0, 1), (128, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 3, 0, 1),
-        (64, 32, 1, 4, 4, 0, 0),
+        (32, 32, 32, 4, 4, 3, 128, 1), (16, 32, 32, 4, 4, 3, 0, 1), (64, 32, 32, 1, 4, 4, 0, 1),
+        (64, 32, 64, 1, 4, 3, 0, 1), (128, 32, 32, 1, 4, 3, 0, 1), (128, 32, 64, 1, 8, 3, 0, 1),
+        (64, 32, 32, 1, 4, 4, 0, 0),
     ],
     64: [
-        (64, 32, 1, 4, 4, 0, 1), (64, 32, 1, 4, 3, 0, 1), (64, 64, 1, 4, 3, 0, 1),
-        (128, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 3, 128, 1), (128, 32, 1, 8, 3, 0, 1),
-        (256, 32, 1, 8, 3, 0, 1),
+        (64, 64, 32, 1, 4, 4, 0, 1), (64, 64, 64, 1, 4, 3, 0, 1), (128, 64, 32, 1, 4, 3, 0, 1),
+        (128, 64, 32, 1, 8, 3, 0, 1), (128, 64, 32, 1, 8, 4, 0, 1), (128, 64, 64, 1, 8, 2, 0, 1),
+        (128, 64, 64, 1, 8, 3, 0, 1), (256, 64, 32, 1, 8, 3, 0, 1), (256, 64, 64, 1, 8, 3, 0, 1),
+    ],
+    128: [
+        (128, 128, 32, 1, 8, 2, 0, 1), (128, 128, 32, 1, 8, 4, 0, 1), (64, 128, 32, 1, 4, 2, 0, 1),
+        (128, 64, 32, 1, 8, 3, 0, 1), (128, 128, 64, 1, 8, 2, 0, 1), (256, 128, 32, 1, 8, 3, 0, 1),
+    ],
+    512: [
+        (128, 128, 32, 1, 8, 2, 0, 1), (128, 128, 32, 1, 8, 4, 0, 1), (128, 256, 32, 1, 8, 3, 0, 1),
+        (256, 128, 32, 1, 8, 3, 0, 1), (256, 128, 32, 1, 16, 3, 0, 1),
+        (128, 128, 64, 1, 8, 2, 0, 1), (64, 256, 32, 1, 4, 3, 0, 1),
     ],
 }  # fmt: skip
 PROCESSORS = 132
@@ -126,16 +135,17 @@ def widened_product(x: Tensor, form: Form) -> Tensor:
 
 def candidates(n: int, rows: int, columns: int) -> list[Config]:
     """Configurations worth trying for n tokens: those whose programs are spread evenly."""
-    tokens = min(64, max(8, 1 << (n - 1).bit_length()))
+    most = min(size for size in CANDIDATES if size >= min(n, 512))
     found = []
-    for height, units, slices, warps, stages, registers, apart in CANDIDATES[tokens]:
-        tiles, steps = math.ceil(rows / height), columns / (4 * units * slices)
+    for height, tokens, units, slices, warps, stages, registers, apart in CANDIDATES[most]:
+        tiles = math.ceil(rows / height) * math.ceil(n / tokens)
+        steps = columns / (4 * units * slices)
         for splits in range(1, 9):
             programs = tiles * splits
             even = programs / (PROCESSORS * math.ceil(programs / PROCESSORS))
             if splits > 1 and (even < 0.84 or programs > 8 * PROCESSORS or steps / splits < 2.5):
                 continue
-            for ahead in (0, 8):
+            for ahead in (0, 8) if n <= 16 else (8,):
                 given = (height, tokens, units, slices, splits, warps, stages, ahead)
                 found.append(Config(*given, registers or None, bool(apart)))
     return found

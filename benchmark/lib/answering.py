@@ -18,7 +18,7 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate, SpeculationState
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 
 TIMEOUT = 300.0  # seconds
 

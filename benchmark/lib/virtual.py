@@ -116,7 +116,6 @@ def ready(
         context_length=131_072,
         vocab_size=131_072,
         eos_token_ids=[12],
-        pid=0,
         chunked_prefill_size=prompt_tokens,
     )
 
@@ -306,16 +305,16 @@ class VirtualClient:
             return
         body, self.answer = following
         self.sent += 1
-        self.stream = Stream(self.server.clock.now)
+        self.stream, self.prompt = Stream(self.server.clock.now), body["input_ids"]
         output = body["sampling_params"]["max_new_tokens"]
-        self.server.ask(f"{self.name} {self.sent}", body["input_ids"], output, self.hear)
+        self.server.ask(f"{self.name} {self.sent}", self.prompt, output, self.hear)
 
     def hear(self, output: RequestOutput) -> None:
         self.stream.hear(self.server.clock.now, output.token_ids)
         if output.finish is None:
             return
         assert output.finish.kind == "length", output.finish
-        self.timings.append(self.stream.timing(output.cached_tokens, output.prompt_tokens))
+        self.timings.append(self.stream.timing(output.cached_tokens, len(self.prompt)))
         self.answer.append(self.stream.output)
         self.send_next()
 

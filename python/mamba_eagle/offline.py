@@ -52,7 +52,7 @@ class OfflineEngine:
         ready, ids = self.runner.ready, message.token_ids
         if problem := prompt_problem(ids, ready.vocab_size, ready.context_length):
             reason = FinishReason("abort", message="prompt" + problem, failure=Failure.REFUSED)
-            return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=len(ids))]
+            return [RequestOutput(rid=message.rid, finish=reason)]
         return self.scheduler.add(message)
 
     def step(self) -> list[RequestOutput]:

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mamba_eagle.backend.forecast import multiplies_integers, on_cpu
+from mamba_eagle.backend.forecast import (
+    multiplies_four_bits_faster,
+    multiplies_integers,
+    on_cpu,
+)
 from mamba_eagle.config import (
     CPU_CHAIN,
     ConfigError,
@@ -46,8 +50,9 @@ def resolve(config: Config) -> Config:
     values["speculative_eagle_topk"] = tree.topk
     values["speculative_num_steps"] = tree.depth
     values["speculative_num_draft_tokens"] = tree.nodes
-    if drafts_on_cpu and algorithm == "EAGLE" and drafts_from_eight_bits(config):
-        values["speculative_draft_model_quantization"] = "int8"
+    if drafts_on_cpu and algorithm == "EAGLE" and drafts_from_few_bits(config):
+        bits = "int4" if multiplies_four_bits_faster() else "int8"
+        values["speculative_draft_model_quantization"] = bits
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -58,8 +63,8 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def drafts_from_eight_bits(config: EngineConfig) -> bool:
-    """Whether no other bits are asked for, and there are products for these."""
+def drafts_from_few_bits(config: EngineConfig) -> bool:
+    """Whether no bits are asked for, and there are products of integers."""
     given = (config.speculative_draft_model_quantization, config.quantization)
     return given == ("same", "auto") and multiplies_integers(config)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba2_math.data import SequenceStream
-from mamba_eagle.train.loop_parts import Every, autocast, make_optimizer, stop_on_signals
+from mamba_eagle.train.trainer import Every, autocast, make_optimizer, stop_on_signals
 
 WARM_UP = 0.02  # fraction of the run in which the learning rate rises
 LR_FLOOR = 0.005  # learning rate at the end, relative to its peak

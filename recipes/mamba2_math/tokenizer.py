@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba2_math.draft import document
 from mamba2_math.problems import generate
-from mamba_eagle.train.checkpoint import write_json
+from mamba_eagle.train.trainer import write_json
 
 VOCAB_SIZE = 2048
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"

@@ -34,6 +34,12 @@ if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be m
     settings.load_profile("tests")
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import patch_languages_once
+
+    patch_languages_once()
+
+
 @pytest.fixture(autouse=True)
 def denormals_as_they_are() -> Iterator[None]:
     """A runner in this process makes its thread flush them, and so every later test."""

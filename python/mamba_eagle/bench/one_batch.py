@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mamba_eagle.bench import experts, facts, results
-from mamba_eagle.bench.adapters import DummyAdapters
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.bench.report import (
     Speed,
@@ -26,10 +25,42 @@ from mamba_eagle.bench.report import (
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.core import PLAIN
-from mamba_eagle.message import RunnerReady
-from mamba_eagle.runner.leader import LeadingRunner
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.lora.peft import Pair
+from mamba_eagle.lora.slots import AdapterSlots, HostAdapter
+from mamba_eagle.message import AdapterRead, LoadAdapter, ReadAdapter, RunnerReady
+from mamba_eagle.runner.leader import LeadingRunner, make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.scheduler.adapters import Adapters
+
+SMALL = 1e-3  # so that states stay finite
+
+
+class DummyAdapters:
+    """The same numbers under several names, of the highest rank, for every matrix."""
+
+    def __init__(self, count: int, slots: AdapterSlots) -> None:
+        self.names, self.slots = [f"dummy-{i}" for i in range(count)], slots
+        draw = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw).mul_(SMALL).to(slots.dtype)
+
+        pairs = {}
+        for name, matrix in slots.additions.items():
+            down = random(slots.max_rank, matrix.size.inputs)
+            pairs[name] = Pair(down, random(matrix.size.outputs, slots.max_rank))
+        self.adapter = HostAdapter(pairs)
+
+    def load(self, adapters: Adapters) -> list[str]:
+        """Into a scheduler that has none; returns their names."""
+        for name in self.names:
+            adapters.load(LoadAdapter(call_id=0, name=name, path=name))
+        for asked in adapters.take_unsent():
+            assert isinstance(asked, ReadAdapter)
+            self.slots.keep(asked.number, self.adapter)
+            adapters.read(AdapterRead(number=asked.number))
+        return self.names
+
 
 WARMUP_TOKENS = 8
 MAX_SHOWN_DIFFERENCES = 5

@@ -3,12 +3,10 @@
 import dataclasses
 from dataclasses import dataclass
 
-from mamba_eagle.config.adapters import AdapterSettings
 from mamba_eagle.config.drafting import DraftSettings
 from mamba_eagle.config.flags import Settings, setting
-from mamba_eagle.config.memory import MambaSettings, MemorySettings
+from mamba_eagle.config.memory import AdapterSettings, MambaSettings, MemorySettings, TierSettings
 from mamba_eagle.config.model import ModelSettings, RankSettings
-from mamba_eagle.config.tiers import TierSettings
 from mamba_eagle.drafters import DRAFTERS
 
 
@@ -81,11 +79,8 @@ class EngineConfig(
             wrong.append(f"--mamba-ssm-dtype {self.mamba_ssm_dtype}: with --exact use float32")
         if on_host:
             return wrong
-        if self.num_ranks > 1:
-            wrong.append(
-                f"--tp-size {self.tp_size} --pp-size {self.pp_size}: with --exact one GPU holds "
-                "the whole model; use 1 for both"
-            )
+        if self.pp_size > 1:
+            wrong.append(f"--pp-size {self.pp_size}: with --exact use 1, or --tp-size instead")
         if self.adapter_slots:
             wrong.append("--lora-modules, --max-loras: not with --exact; leave them out")
         return wrong

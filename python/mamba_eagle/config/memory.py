@@ -1,4 +1,5 @@
-"""How many requests and tokens there is room for, and which come first."""
+"""How many requests, tokens and adapters there is room for, on the device and below, and which come
+first."""
 
 import math
 from dataclasses import dataclass
@@ -131,3 +132,93 @@ class MambaSettings(Settings):
         "tokens between the states kept inside a prompt, while state slots are free; 0: keep none",
         minimum=0,
     )
+
+
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class TierSettings(Settings):
+    host_cache_gb: float = setting(
+        0.0,
+        "host memory, in units of 10^9 bytes and of all ranks together, for prefixes that the "
+        "prefix cache evicts from the device; 0: they are forgotten",
+        group="cache tiers",
+    )
+    cache_dir: str = setting(
+        "",
+        "folder in which the prefix cache keeps prefixes, so that they survive a restart; it has "
+        "the texts of users in it, and is made for this user alone (default: none)",
+    )
+    disk_cache_gb: float = setting(
+        10.0, "space for prefixes in --cache-dir, in units of 10^9 bytes"
+    )
+
+    @property
+    def host_cache_bytes(self) -> int:
+        return int(self.host_cache_gb * GB)
+
+    @property
+    def disk_cache_bytes(self) -> int:
+        return int(self.disk_cache_gb * GB) if self.cache_dir else 0
+
+    def tier_problems(self, memory: MemorySettings) -> list[str]:
+        wrong = []
+        for flag, value in (
+            ("--host-cache-gb", self.host_cache_gb),
+            ("--disk-cache-gb", self.disk_cache_gb),
+        ):
+            if not 0 <= value < 1e6:
+                wrong.append(f"{flag} {value:g}: must be 0 or more, and below 1000000")
+        if self.host_cache_gb and memory.disable_radix_cache:
+            wrong.append("--host-cache-gb needs the prefix cache: leave out --disable-radix-cache")
+        if self.cache_dir and not self.host_cache_gb:
+            wrong.append(
+                "--cache-dir: what is read from it passes through host memory: add --host-cache-gb"
+            )
+        return wrong
+
+
+DEFAULT_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class AdapterSettings(Settings):
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "adapters that are served from the start, as NAME=FOLDER; requests choose one by its name",
+        group="adapters",
+        may_be_empty=False,
+        repeats=True,
+        alias="--lora-paths",  # SGLang's
+    )
+    max_loras: int | None = setting(
+        None,
+        "adapters that requests may use at the same time, each with a slot on the device; others "
+        "are kept on the host and wait for one; auto: 8 with --lora-modules, else adapters cannot "
+        "be loaded",
+        minimum=1,
+    )
+    max_lora_rank: int = setting(
+        64, "the highest rank of an adapter, which each slot has room for", minimum=1
+    )
+
+    @property
+    def adapter_slots(self) -> int:
+        return self.max_loras or (DEFAULT_SLOTS if self.lora_modules else 0)
+
+    @property
+    def first_adapters(self) -> dict[str, str]:
+        """Folders by name, of --lora-modules."""
+        pairs = (given.partition("=") for given in self.lora_modules)
+        return {name: folder for name, _, folder in pairs}
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        for given in self.lora_modules:
+            name, _, folder = given.partition("=")
+            if not name or not folder:
+                wrong.append(f"--lora-modules {given}: must be NAME=FOLDER")
+        if len(self.first_adapters) < len(self.lora_modules):
+            wrong.append("--lora-modules: a name is given twice")
+        return wrong

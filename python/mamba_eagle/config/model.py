@@ -140,6 +140,11 @@ class RankSettings(Settings):
         "",
         "how many layers each of these stages holds, as in 30,26; default: equal bytes",
     )
+    pp_turns: bool = setting(
+        False,
+        "stages take turns, instead of working at the same time for different requests. On GPUs "
+        "without access to each other's memory they do anyway",
+    )
     nnodes: int = setting(
         1,
         "number of machines of a Ray cluster that these processes are spread over, as many on "
@@ -149,9 +154,9 @@ class RankSettings(Settings):
     all_reduce: str = setting(
         "auto",
         "how the parts of --tp-size processes on GPUs are added up in steps; symmetric: over "
-        "memory that GPUs with NVLink share, by torch's kernels or our own, with the norm that "
-        "follows; auto: NCCL or symmetric, whichever is faster here for each number of tokens; "
-        "what cannot be had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
+        "memory that GPUs with NVLink share, by our own kernel, with the norm that follows; auto: "
+        "NCCL or symmetric, whichever is faster here for each number of tokens; what cannot be "
+        "had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
         ("auto", "nccl", "symmetric"),
     )
     check_ranks: int = setting(

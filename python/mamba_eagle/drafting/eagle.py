@@ -23,7 +23,7 @@ class EagleNetwork(DraftNetwork):
         """output: what makes logits; None: the target's lm_head."""
         self.head, self.target, self.output = head, target, output
         self.config = head.config
-        self.feature_size = self.output_size = head.config.hidden_size
+        self.feature_size = head.config.hidden_size
 
     def run_entries(
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext

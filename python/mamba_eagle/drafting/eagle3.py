@@ -31,7 +31,7 @@ class EagleThreeNetwork(DraftNetwork):
 
     def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
         self.head, self.config = head, head.config
-        self.feature_size = self.output_size = head.config.hidden_size
+        self.feature_size = head.config.hidden_size
         self.first_tap = target.config.hidden_size
         self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
         self.lm_head = target.raw_logits if head.lm_head is None else head.lm_head

@@ -45,7 +45,6 @@ class MtpNetwork(DraftNetwork):
         self.head, self.target, self.output, self.config = head, target, output, head.config
         size, modules = head.config.hidden_size, head.num_modules
         self.size = self.feature_size = size
-        self.output_size = modules * size
         self.carry_size = (modules - 1) * size
         self.max_depth = modules if modules > 1 else None
 

@@ -18,7 +18,6 @@ class DraftNetwork(ABC):
 
     config: ModelConfig  # sizes of its attention and Mamba2 layers
     feature_size: int  # F; 0: entries take tokens alone
-    output_size: int  # O
     carry_size: int = 0  # C: first columns of an output, which the next entry needs
     reads_above: bool = True  # whether ``lanes`` does anything with the outputs of parents
     max_depth: int | None = None  # deepest tree that the network can draft; None: no limit

@@ -1,7 +1,8 @@
 """The target's lm_head for drafts, in a drafter's fewer bits.
 
 Half of what a depth of an EAGLE head reads is the target's lm_head, and nearly all with a large
-vocabulary. A copy of it in eight bits changes which tokens are drafted, rarely, and no text.
+vocabulary. A copy of it in eight or four bits changes which tokens are drafted, rarely, and no
+text.
 """
 
 from collections.abc import Callable
@@ -12,15 +13,15 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
 from mamba_eagle.layers.weights import MatrixLayer
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.quantization.grouped import GROUP, int8_groups
+from mamba_eagle.quantization.grouped import GROUP, int4_groups, int8_groups
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
 
 ROWS_AT_ONCE = 8192  # that are in memory as float32
 
 
 def rounded_head(parts: DraftParts) -> Linear | None:
-    """In int8 on a CPU if the drafter's weights are, in float8 on a GPU if the target's are. None:
-    drafts read the target's own, also if ranks share the vocabulary or logits are scaled."""
+    """In integers on a CPU if the drafter's weights are, in float8 on a GPU if the target's are.
+    None: drafts read the target's own, also if ranks share the vocabulary or logits are scaled."""
     target, mode = parts.target, parts.config.speculative_draft_model_quantization
     head = target.lm_head
     stored = head.matrix
@@ -29,8 +30,9 @@ def rounded_head(parts: DraftParts) -> Linear | None:
     if mode in ON_A_CPU and isinstance(stored, PackedMatrix):
         if stored.few_bits or stored.shape[1] % GROUP:
             return None
+        in_groups = int8_groups if mode == "int8" else int4_groups
         return _prepared(
-            parts, lambda begin, rows: int8_groups(stored.narrow(-2, begin, rows).dequantize())
+            parts, lambda begin, rows: in_groups(stored.narrow(-2, begin, rows).dequantize())
         )
     if stored is None and in_float8(target) and not parts.backend.place.on_host:
         weight = head.weight.detach()

@@ -21,7 +21,6 @@ class StandaloneNetwork(DraftNetwork):
     def __init__(self, model: CausalLM) -> None:
         self.model = model
         self.config = model.config
-        self.output_size = model.config.hidden_size
 
     def run_entries(
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext

@@ -65,21 +65,16 @@ def per_layer(file: GgufFile, key: str, default: int = 0) -> list[int]:
 
 def _common(file: GgufFile) -> dict[str, Any]:
     length = int(file.get("context_length", 0))
+    matrices = Counter(info.dtype for info in file.tensors.values() if len(info.shape) > 1)
     return {
         "vocab_size": _shape(file, "token_embd.weight")[0],
         "hidden_size": _size(file, "embedding_length"),
         "num_hidden_layers": num_layers(file),
         "max_position_embeddings": 0 if length == ANY_LENGTH else length,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
+        "dtype": DTYPES.get(matrices.most_common(1)[0][0], "bfloat16"),  # of most
         "eos_token_id": end_tokens(file),
     }
-
-
-def _dtype(file: GgufFile) -> str:
-    """That of most matrices."""
-    matrices = Counter(info.dtype for info in file.tensors.values() if len(info.shape) > 1)
-    return DTYPES.get(matrices.most_common(1)[0][0], "bfloat16")
 
 
 def _shape(file: GgufFile, name: str) -> tuple[int, ...]:

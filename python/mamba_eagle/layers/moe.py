@@ -349,6 +349,13 @@ class SigmoidMoE(Mixture):
         if self.has_shared:
             self.shared_experts = GatedMLP(hidden_size, config.shared_intermediate_size)
 
+    def connect(self) -> None:
+        if self.has_shared:
+            self.experts.share(*self.shared_experts.products)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        routed = self.experts(hidden, self.gate(hidden))
+        routes = self.gate(hidden)
+        if self.has_shared and self.experts.fused is not None:
+            return self.experts.fused(hidden, routes, lambda: self.shared_experts(hidden))
+        routed = self.experts(hidden, routes)
         return routed + self.shared_experts(hidden) if self.has_shared else routed

@@ -48,7 +48,7 @@ A = TypeVar("A")
 class Question(Message, Generic[A], kw_only=True):
     """Answered by an ``A``, or by one of each rank."""
 
-    call_id: int = 0  # given where it is asked (tokenizer/questions.py)
+    call_id: int = 0  # given where it is asked (tokenizer/manager.py)
 
 
 # ── server → scheduler ───────────────────────────────────────────────────────────────────────
@@ -268,9 +268,6 @@ class EngineSize(Message):
 class Ready(EngineSize, kw_only=True):
     """The engine accepts requests."""
 
-    scheduler_pid: int
-    runner_pid: int
-
 
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One position: the token's own logprob and the best ones, both before penalties and
@@ -310,7 +307,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     rid: str
     token_ids: list[int] = []
     finish: FinishReason | None = None
-    prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     # if the server speculates, totals over all decode steps of the request, plain ones included:
@@ -628,7 +624,6 @@ class TierSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RunnerReady(EngineSize, kw_only=True):
     """The model is loaded."""
 
-    pid: int
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     max_journals: int = 0  # journal slots

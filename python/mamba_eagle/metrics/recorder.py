@@ -22,12 +22,55 @@ from prometheus_client.registry import Collector
 
 from mamba_eagle import __version__
 from mamba_eagle.message import CacheUse, ShapeUse, StateReply
-from mamba_eagle.metrics.aliases import PREFIX, with_aliases
 from mamba_eagle.metrics.request_log import RequestLog
 
 if TYPE_CHECKING:
     from mamba_eagle.metrics.tracing import Tracer  # its packages are an extra
     from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+
+from collections.abc import Iterable
+
+# The same numbers under the names of other servers: SGLang's are ours with another prefix; of
+# vLLM's those that load-aware routers read (Gateway API inference extension, llm-d, its own stack).
+PREFIX = "mamba_eagle:"
+PREFIXES = ("sglang", "vllm")
+OF_VLLM = {
+    "num_running_reqs": "num_requests_running",
+    "num_queue_reqs": "num_requests_waiting",
+    "token_usage": "kv_cache_usage_perc",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "generation_tokens_total",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "queue_time_seconds": "request_queue_time_seconds",
+}
+_PARTS = ("_bucket", "_sum", "_count")  # of a histogram
+
+
+def with_aliases(text: str, prefixes: Iterable[str]) -> str:
+    """text: what Prometheus reads. prefixes: of PREFIXES."""
+    made = [text]
+    for prefix in prefixes:
+        if prefix == "sglang":
+            made.append(text.replace(PREFIX, "sglang:"))
+        else:
+            lines = (_of_vllm(line) for line in text.splitlines(keepends=True))
+            made.append("".join(line for line in lines if line))
+    return "".join(made)
+
+
+def _of_vllm(line: str) -> str:
+    """The line under vLLM's name; "" if it has none."""
+    before, found, rest = line.partition(PREFIX)
+    if not found:
+        return ""
+    end = min((i for i in (rest.find(mark) for mark in " {") if i >= 0), default=len(rest))
+    name, tail = rest[:end], rest[end:]
+    for part in ("", *_PARTS):
+        if name.endswith(part) and (known := OF_VLLM.get(name.removesuffix(part))) is not None:
+            return f"{before}vllm:{known}{part}{tail}"
+    return ""
 
 
 GAUGES = {

@@ -135,6 +135,11 @@ class CausalLM(Layer):
             return 0
         return self.config.hidden_size * (1 + len(self.tap_layers))
 
+    @property
+    def handed_size(self) -> int:
+        """Columns of what a stage hands to the next one, at most."""
+        return self.config.hidden_size * (1 + self.reads_embeddings + len(self.tap_layers))
+
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [n] int64 -> features [n, feature_size]: hidden states after the final norm,
         then the tapped ones in the order of the layers. A stage before the last one hands on what

@@ -99,9 +99,14 @@ def block_config(config: ModelConfig) -> BlockConfig:
             f"markov_head_type {kind!r:.200} is not supported; known: {', '.join(MARKOV_KINDS)}"
         )
     windows = _windows(both, len(config.blocks))
+    rows, token = _whole(both, "block_size", 1), _whole(both, "mask_token_id", 0)
+    if token >= config.vocab_size:
+        raise UnsupportedModel(
+            f"mask_token_id {token}: must be a token of the vocabulary of {config.vocab_size}"
+        )
     return BlockConfig(
-        rows=_whole(both, "block_size", 1),
-        mask_token=_token(both, config.vocab_size),
+        rows=rows,
+        mask_token=token,
         taps=_taps(both),
         target_hidden_size=both.get("target_hidden_size") or config.hidden_size,
         sample_from_anchor=_samples_from_anchor(values, own),
@@ -129,15 +134,6 @@ def _whole(values: dict[str, Any], name: str, least: int) -> int:
     if type(value) is not int or value < least:
         raise UnsupportedModel(f"{name} {value!r:.200}: must be a whole number from {least} on")
     return value
-
-
-def _token(values: dict[str, Any], vocab_size: int) -> int:
-    token = _whole(values, "mask_token_id", 0)
-    if token >= vocab_size:
-        raise UnsupportedModel(
-            f"mask_token_id {token}: must be a token of the vocabulary of {vocab_size}"
-        )
-    return token
 
 
 def _taps(values: dict[str, Any]) -> tuple[int, ...]:

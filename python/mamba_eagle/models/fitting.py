@@ -1,7 +1,5 @@
 """Whether a model's weights fit in memory, known before the first of them is read."""
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from mamba_eagle.config import ConfigError
@@ -42,7 +40,14 @@ def refuse_too_large(
     needed = least_bytes(model, policy, stored)
     if needed <= free:
         return
-    shorter = _that_fit(model, ON_HOST if on_host else ON_GPU, stored, free)
+    sizes = {
+        mode: least_bytes(model, Policy(mode), stored) for mode in (ON_HOST if on_host else ON_GPU)
+    }
+    shorter = [
+        f"--quantization {mode} takes {size / 1e9:.1f} GB"
+        for mode, size in sizes.items()
+        if size <= free
+    ]
     remedy = " or ".join(shorter) or "no --quantization makes it small enough: take a smaller model"
     where = "memory" if on_host else "GPU memory"
     raise ConfigError(
@@ -51,12 +56,3 @@ def refuse_too_large(
             f"{where} are free; {remedy}, or divide it by --tp-size over more devices"
         ]
     )
-
-
-def _that_fit(model: nn.Module, modes: Iterable[str], stored: float, free: int) -> list[str]:
-    sizes = {mode: least_bytes(model, Policy(mode), stored) for mode in modes}
-    return [
-        f"--quantization {mode} takes {size / 1e9:.1f} GB"
-        for mode, size in sizes.items()
-        if size <= free
-    ]

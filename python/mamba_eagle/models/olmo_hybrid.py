@@ -17,8 +17,8 @@ from mamba_eagle.layers.recurrent import JoinedConv
 from mamba_eagle.layers.whole_norms import WholeNormAttention
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, WholeNorm
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.parse import attention_config, model_config, only
-from mamba_eagle.models.qwen3_next import blocks_of
+from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
+from mamba_eagle.models.qwen3_next import BLOCK_OF_NAME
 from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
@@ -161,7 +161,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         rope = rope_config(values, attention.head_dim)
     return model_config(
         values,
-        blocks_of(kinds),
+        blocks_of(values, kinds, BLOCK_OF_NAME),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         recurrence=DeltaConfig(
             num_heads=values.get("linear_num_value_heads") or heads,

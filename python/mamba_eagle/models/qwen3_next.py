@@ -2,7 +2,6 @@
 one in nearly all layers."""
 
 import re
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from mamba_eagle.layers.norm import keep_exact
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, MoEConfig, Span
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.experts import gated_expert_place
-from mamba_eagle.models.parse import attention_config, model_config, only
+from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
 from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
@@ -170,7 +169,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         )
     return model_config(
         values,
-        blocks_of(kinds),
+        blocks_of(values, kinds, BLOCK_OF_NAME),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         recurrence=DeltaConfig(
             num_heads=values["linear_num_value_heads"],
@@ -182,10 +181,3 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         attention=attention_config(known, rope=rope, head_norm=True),
         moe=moe,
     )
-
-
-def blocks_of(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Raises: UnsupportedModel for a kind of layer that is not known."""
-    for kind in kinds:
-        only({"layer_types": kind}, layer_types=kind if kind in BLOCK_OF_NAME else "full_attention")
-    return tuple(BLOCK_OF_NAME[kind] for kind in kinds)

@@ -110,9 +110,15 @@ class ProcessGroup(Group):
         return x
 
     def _from_last(self, x: Tensor, channel: Channel) -> Tensor:
-        """On GPUs a broadcast, in the order of the plans; on a CPU a message to each, which no one
-        waits for."""
-        if self.device.type == "cuda":
+        """A message to each, which no one waits for; on GPUs without mail a broadcast, in the order
+        of the plans."""
+        if self.mail is not None:
+            if self.rank + 1 < self.size:
+                self.mail.receive(x, self.size - 1, channel)
+            else:
+                for rank in range(self.rank):
+                    self.mail.send(x, rank, channel)
+        elif self.device.type == "cuda":
             dist.broadcast(x, src=self.ranks[-1], group=self.group)
         elif self.rank + 1 < self.size:
             dist.recv(x, src=self.ranks[-1], group=self.group, tag=channel)
@@ -122,12 +128,17 @@ class ProcessGroup(Group):
         return x
 
     def _hand_on(self, x: Tensor) -> None:
-        if self.device.type == "cuda":
+        if self.mail is not None:
+            self.mail.send(x, self.rank + 1, Channel.HIDDEN)
+        elif self.device.type == "cuda":
             dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
         else:
             self._post(x, self.ranks[self.rank + 1], Channel.HIDDEN)
 
     def _take(self, room: Tensor) -> Tensor:
+        if self.mail is not None:
+            self.mail.receive(room, self.rank - 1, Channel.HIDDEN)
+            return room
         tag = 0 if self.device.type == "cuda" else Channel.HIDDEN  # NCCL has no tags
         dist.recv(room, src=self.ranks[self.rank - 1], group=self.group, tag=tag)
         return room
@@ -156,5 +167,5 @@ class ProcessGroup(Group):
         for posted in self.posted.values():
             while posted:
                 posted.popleft()[0].wait()
-        self.sums = COLLECTIVES  # gives back memory that ranks share
+        self.sums, self.mail = COLLECTIVES, None  # gives back memory that ranks share
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,39 @@ class Channel(IntEnum):
     TOKENS = 3  # the same; first tokens of prompts before the target's tokens
 
 
+class Mail(Protocol):
+    """Carries messages between stages that work at the same time; x is contiguous."""
+
+    def send(self, x: Tensor, rank: int, channel: Channel) -> None: ...
+
+    def receive(self, x: Tensor, rank: int, channel: Channel) -> None: ...
+
+
+class Window:
+    """What a captured step takes from the stage before, and hands on: it is exchanged before and
+    after the graph."""
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None  # as large as the largest; not of the graphs' memory
+        self.arrives: Tensor | None = None
+        self.leaves: Tensor | None = None
+
+    def take(self, like: Tensor) -> Tensor:
+        if self._room is None or self._room.numel() < like.numel():
+            self._room = torch.zeros_like(like).flatten()
+        self.arrives = self._room[: like.numel()].view_as(like)
+        return self.arrives
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """What each rank's part adds up to, one after the other, whatever their size: [ranks, ...] ->
+    [...] float32, rounded nowhere else. A collective's order may depend on the size."""
+    whole = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        whole = whole + part
+    return whole
+
+
 class Group(ABC):
     """Ranks that have parts of the same layers, or the pipeline stages. Tensors have the same shape
     and dtype on all ranks and are contiguous; an operation may overwrite the one it is given."""
@@ -35,6 +68,9 @@ class Group(ABC):
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard, self.device = shard, device
         self._quiet = shard.size == 1
+        self._window: Window | None = None
+        self.in_order = False  # sums of floats are added up in the order of the ranks: --exact
+        self.mail: Mail | None = None  # without it, stages on GPUs take turns
         self.sums: SumTable = COLLECTIVES  # of what sums have the shape and dtype of its methods
 
     @property
@@ -55,12 +91,26 @@ class Group(ABC):
         finally:
             self._quiet = before
 
+    @contextlib.contextmanager
+    def through(self, window: Window) -> Iterator[None]:
+        """Within, ``take`` and ``hand_on`` exchange nothing, and the window says what they
+        would."""
+        before, self._window = self._window, window
+        try:
+            yield
+        finally:
+            self._window = before
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the same order of addition on all of them."""
         if self._quiet:
             return x
         method = self.sums.of(x)
-        return self._sum(x) if method is None else method.sum(x)
+        if method is not None:
+            return method.sum(x)
+        if self.in_order and x.is_floating_point():
+            return sum_in_order(self._gather(x)).to(x.dtype)
+        return self._sum(x)
 
     def fused_sum(self, x: Tensor) -> FusedSum | None:
         """What adds x up, adds the sum to a residual stream and takes the norm at once; None:
@@ -87,11 +137,15 @@ class Group(ABC):
     def hand_on(self, x: Tensor) -> None:
         """To the next rank, which must ``take`` it; the last rank has none. This may return before
         the other has it; x must not change afterwards."""
-        if not self._quiet:
+        if self._window is not None:
+            self._window.leaves = x
+        elif not self._quiet:
             self._hand_on(x)
 
     def take(self, room: Tensor) -> Tensor:
         """What the previous rank hands on. room: of its shape and dtype; may be overwritten."""
+        if self._window is not None:
+            return self._window.take(room)
         return room.zero_() if self._quiet else self._take(room)
 
     def collect(self, x: Tensor) -> list[Tensor] | None:

@@ -76,7 +76,7 @@ class SumTable:
 
     @property
     def text(self) -> str:
-        """To be shown, as in ``1-8 one shot with norm, 16-256 pushed, more: collective``: what
+        """To be shown, as in ``1-8 pushed with norm, 16-256 pushed, more: collective``: what
         blocks that leave the norm to a sum use."""
         if not self.limits:
             return "collective"

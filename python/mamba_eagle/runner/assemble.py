@@ -5,7 +5,6 @@ refused is refused before weights are read. All ranks pass through it together.
 """
 
 import logging
-import os
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
@@ -26,6 +25,7 @@ from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
 from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.mail import mail_for
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import DraftSize, MemoryPlan, memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
@@ -76,7 +76,6 @@ def assemble(
     own = _own_part(config, whole, split, source, backend, ranks)
     backend.prepare_builds(f"{config} {own}")
     length = context_length(config, own)
-
     load = Loader(config, backend)
     ops = backend.layer_ops.over(group, stages)
     model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
@@ -86,6 +85,7 @@ def assemble(
         model.tap(source.tap_layers)
     if not own.is_last_stage:
         source = None  # the last stage drafts
+    stages.mail = mail_for(config, ranks, backend, model)
     memory = _agreed_memory(config, model, source, backend, ranks)
     weights = f"weights {size_text(weight_bytes(model))}"
     log.info("memory:\n%s", memory_table(memory, config, weights))
@@ -106,7 +106,7 @@ def assemble(
     )
     copies = _tier_copies(config, whole, pools, step, source, ranks)
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
-    cohorts = _num_cohorts(step, ranks)
+    cohorts = _num_cohorts(config, step, ranks)
     runner = ModelRunner(
         Parts(config, ranks, memory, pools, step, cohorts, source is not None, captures, copies)
     )
@@ -223,12 +223,12 @@ def _never_waits(config: MemorySettings, step: DecodeStep) -> bool:
     return step.scheme.on_device and backend.experts_on_device(model.moe)
 
 
-def _num_cohorts(step: DecodeStep, ranks: Ranks) -> int:
-    """Groups of requests whose steps different stages execute at the same time. On a GPU a captured
-    step has one place for its inputs and outputs, and the operations of a communicator have one
-    order, so stages take turns there. So they do for drafters whose trees depend on the steps
-    before."""
-    can = step.backend.place.on_host and not step.drafter.learns_from_all
+def _num_cohorts(config: EngineConfig, step: DecodeStep, ranks: Ranks) -> int:
+    """Groups of requests whose steps different stages execute at the same time. On GPUs without
+    mail stages take turns, since the operations of a communicator have one order. So they do for
+    drafters whose trees depend on the steps before."""
+    can = step.backend.place.on_host or ranks.stages.mail is not None
+    can &= not step.drafter.learns_from_all and not config.pp_turns
     return ranks.stages.size if can else 1
 
 
@@ -254,7 +254,6 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
         context_length=length,
         vocab_size=model.config.vocab_size,
         eos_token_ids=list(model.config.eos_token_ids),
-        pid=os.getpid(),
         chunked_prefill_size=backend.place.prompt_tokens,
         max_journals=journals.num_slots,
         journal_rows=journals.size,

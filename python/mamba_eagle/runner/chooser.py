@@ -11,7 +11,7 @@ from torch import Tensor
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.top_parts.torch import LOW_BITS, score_of
-from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.groups import ALONE, Group, sum_in_order
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
@@ -90,8 +90,14 @@ class Chooser:
         return self.state.backend.token_logprobs(logits, tokens, top)
 
     def agree(self, tree: Tree) -> Tree:
-        """The trees that all ranks verify, from those that each has drafted."""
+        """The trees that all ranks of a stage verify, from those that each has drafted."""
         return tree
+
+    def relay(self, tree: Tree) -> None:
+        """Tell the other stages these trees, or overwrite them with what the last one tells."""
+
+    def tell(self, target: Tensor) -> None:
+        """Tell the other stages what a graph has sampled, [b, T] int64."""
 
 
 class ShardedChooser(Chooser):
@@ -121,8 +127,7 @@ class ShardedChooser(Chooser):
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         logits, columns = logits.float(), self.columns
-        best = columns.largest(logits)
-        total = best + self.group.sum((logits - best).exp().sum(-1, keepdim=True)).log()
+        total = self._log_total(logits)
         begin, end = columns.span
         index = tokens - begin
         own = logits.gather(1, index.clamp(0, end - begin - 1))
@@ -137,6 +142,15 @@ class ShardedChooser(Chooser):
             found = self.group.gather(found.contiguous()).transpose(0, 1).flatten(1)
         found = found.topk(top, dim=-1).values
         return TokenLogprobs(logprob, score_of(found) - total, (found & LOW_BITS) ^ LOW_BITS)
+
+    def _log_total(self, logits: Tensor) -> Tensor:
+        """Of all ranks' columns, from each rank's own by the backend, whose order it is: float32
+        [n, own V] -> [n, 1]."""
+        first = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+        found = self.state.backend.token_logprobs(logits, first, top=1)
+        totals = self.group.gather(logits.gather(1, found.top_ids) - found.top_values)
+        best = totals.amax(0)
+        return best + sum_in_order((totals - best).exp()).log()
 
 
 def make_chooser(state: SamplingState, group: Group) -> Chooser:

@@ -23,10 +23,9 @@ from torch import Tensor
 from mamba_eagle.backend.place import Place, Timestamp
 from mamba_eagle.config import ModelSettings
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.constrain.request import RequestGrammar, fill_masks
 from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
-from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tree.accept import Truncated

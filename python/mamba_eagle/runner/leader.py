@@ -14,12 +14,14 @@ import threading
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, ToRunner
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
+from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.start import start_rank
 from mamba_eagle.runner.steps.launched import Launched
 from mamba_eagle.runner.turns import Begun
@@ -100,3 +102,17 @@ class LeadingRunner:
             except subprocess.TimeoutExpired:
                 process.kill()
         remove_socket_dir(self.folder)
+
+
+def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
+    """All ranks of a resolved ``config`` as one runner, with those that do not answer in processes
+    of their own. A single rank has torch's number of threads, unless --cpu-threads gives one.
+
+    Raises: as ``start_rank``.
+    """
+    if config.nnodes > 1:
+        raise ConfigError(["--nnodes: is for a server; this command runs on one machine"])
+    if config.num_ranks > 1:
+        return LeadingRunner(config)
+    threads = config.cpu_threads or torch.get_num_threads()
+    return start_rank(dataclasses.replace(config, cpu_threads=threads))

@@ -29,7 +29,7 @@ from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
-from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.parallel.shard import Shard, local
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.heap import give_back_freed_memory
 
@@ -48,7 +48,7 @@ def backend_for(config: EngineConfig, model: ModelConfig, rank: int) -> Backend:
     backend = choose_backend(device, dtype, config.cpu_prompt_dtype, config.exact)
     problems = quantization_problems(config.quantizations, backend)
     if config.exact:
-        problems += inexact_problems(backend, model)
+        problems += inexact_problems(backend, local(model, Shard(0, config.tp_size)))
     if problems:
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))

@@ -71,7 +71,9 @@ class ModelRunner:
         self._ended = self.backend.place.timestamp()  # end of the previous step
         several = self.stages.size > 1 and parts.cohorts > 1
         self.defers = several and not self.model.config.is_last_stage
-        self.drafts_ahead = several and parts.drafts
+        # ranks on GPUs would wait for each other to agree on what has come
+        agrees = self.backend.place.on_host or self.group.size == 1
+        self.drafts_ahead = several and parts.drafts and agrees
         self.turns = Turns()
         self._committed = -1  # the newest step that is, where nothing is deferred
         self._drafted: dict[int, tuple[Run, Drafted]] = {}  # ahead, by step
@@ -105,8 +107,9 @@ class ModelRunner:
         """Start to execute a plan.
 
         On a GPU this returns once all work has been launched, and the next plan may be launched
-        before the result is read. Steps are executed in the order of the plans. On a CPU a stage
-        before the last one does what it can, and commits the step when a later plan needs it.
+        before the result is read. Steps are executed in the order of the plans. Where stages
+        work at the same time, one before the last does what it can, and commits the step when a
+        later plan needs it.
 
         Raises: RanksDiffer with --check-ranks; PlanTooEarly.
         """
@@ -183,6 +186,7 @@ class ModelRunner:
         self, batch: DecodeBatch, run: Run, drafted: Drafted | None
     ) -> Callable[[], PendingDecode]:
         """Draft, unless that is done, and verify. Returns what commits the step."""
+        run.resume()
         trees, view = drafted or run.draft(), None
         if self.constraints.any(batch.slots):
             view = self.constraints.view(batch.slots, trees.tree)
@@ -197,6 +201,7 @@ class ModelRunner:
         verified: Verified,
         view: TreeView | None,
     ) -> PendingDecode:
+        run.resume()
         target, marks = None, None
         experts = self.step.routing.of_trees(batch.slots, verified.tree.tokens.shape[1])
         nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
@@ -231,6 +236,7 @@ class ModelRunner:
     def capture(self) -> None:
         """Steps are graphs from now on, if they can be: all kinds of them, captured anew."""
         if self.parts.captures:
+            self.steps.close()  # NCCL would wait for ever for the graphs of before
             self.steps = self.make_steps(GraphedSteps)
 
     @torch.inference_mode()

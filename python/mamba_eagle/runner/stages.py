@@ -54,15 +54,22 @@ class LastStageChooser(Chooser):
         return self.stages.from_last(target.contiguous(), Channel.TOKENS)
 
     def samples_in_graphs(self, sampled: bool) -> bool:
-        return False  # without telling the others
+        return self.inner.samples_in_graphs(sampled)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        return self.inner.greedy(logits)
+
+    def tell(self, target: Tensor) -> None:
+        self.stages.from_last(target.clone(), Channel.TOKENS)  # the next step overwrites it
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         return self.inner.logprobs(logits, tokens, top)
 
     def agree(self, tree: Tree) -> Tree:
-        tree = self.inner.agree(tree)
+        return self.inner.agree(tree)
+
+    def relay(self, tree: Tree) -> None:
         self.stages.from_last(tree.packed(), Channel.TREES)
-        return tree
 
 
 class EarlierStageChooser(Chooser):
@@ -85,9 +92,11 @@ class EarlierStageChooser(Chooser):
         none = tokens.new_zeros(len(tokens), top)
         return TokenLogprobs(torch.zeros_like(tokens), none, none)
 
-    def agree(self, tree: Tree) -> Tree:
+    def relay(self, tree: Tree) -> None:
         packed = self.stages.from_last(tree.packed(), Channel.TREES)
-        return Tree.unpacked(packed, tree.scores)
+        arrived = Tree.unpacked(packed, tree.scores)
+        torch._foreach_copy_(list(tree[:3]), list(arrived[:3]))
+        tree.ancestors.copy_(arrived.ancestors)
 
 
 class DrafterElsewhere(NoDrafter):

@@ -17,13 +17,14 @@ log = logging.getLogger("mamba_eagle.runner")
 MAX_TOKENS = 1024  # rooms have one place per rank and token; beyond, what is sent counts, not steps
 
 
-def methods_of(name: str) -> Sequence[type[JoinedSum]]:
+def methods_of(name: str, exact: bool) -> Sequence[type[JoinedSum]]:
     """For a value of --all-reduce, in the order in which they are tried."""
     # torch's distributed package, which is for several ranks on GPUs only
-    from mamba_eagle.parallel.sums.one_shot import PushedSum
-    from mamba_eagle.parallel.sums.symmetric import OneShot, TwoShots
+    from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
 
-    return () if name == "nccl" else (OneShot, TwoShots, PushedSum)
+    if name == "nccl":
+        return ()
+    return (OrderedSum,) if exact else (PushedSum,)
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:
@@ -32,7 +33,7 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
 
     Raises: ConfigError if --all-reduce asks for what is there on GPUs only.
     """
-    name = config.all_reduce
+    name, group.in_order = config.all_reduce, config.exact
     if group.size == 1 or name == "nccl" or config.tp_size > config.ranks_per_node:
         return COLLECTIVES
     if backend.place.on_host:
@@ -53,7 +54,7 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
     tokens = min(config.max_running_requests * config.tree_shape.nodes, MAX_TOKENS)
     table = choose_sums(
         Site(group, tokens, size, backend.dtype),
-        methods_of(name),
+        methods_of(name, config.exact),
         add_norm,
         Bench(Captured),
         or_collective=name == "auto",

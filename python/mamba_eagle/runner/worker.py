@@ -1,15 +1,25 @@
-"""The loop of a runner process: messages in, results out."""
+"""The loop of a runner process: messages in, results out; beside it, adapters that are read and
+traces that are recorded."""
 
+import logging
 import sys
 import time
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import zmq
 from torch import nn
 
+# torch.profiler's own imports torch's compiler first, which takes seconds beside running requests.
+from torch.autograd.profiler import profile
+
+from mamba_eagle.backend.place import Place
+from mamba_eagle.lora.peft import AdapterError
+from mamba_eagle.lora.slots import AdapterSlots, HostAdapter
 from mamba_eagle.message import (
+    AdapterRead,
     AskRanks,
     ChangeModel,
     CompileGrammar,
@@ -19,21 +29,101 @@ from mamba_eagle.message import (
     GrammarCompiled,
     Plan,
     Profile,
+    ProfileReply,
     ReadAdapter,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.runner.adapter_reader import AdapterReader
 from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.runner.profiler import StepProfiler
 from mamba_eagle.runner.pulse import Pulse
 from mamba_eagle.runner.renewal import Renewal
 from mamba_eagle.runner.steps.launched import Launched
 from mamba_eagle.runner.transfers import Member, Transfers
 from mamba_eagle.runner.turns import Begun, PlanTooEarly
+
+log = logging.getLogger("mamba_eagle.runner")
+
+
+class StepProfiler:
+    """At most one trace at a time. It is written after the last step asked for, or when stopped."""
+
+    def __init__(self, place: Place, finish: Callable[[], None]) -> None:
+        """place: where steps run. finish: waits until the steps that were launched are done."""
+        self.path = ""  # of the latest trace
+        self.steps = 0  # that it holds
+        self._place, self._finish = place, finish
+        self._most = 0
+        self._running: profile | None = None
+
+    def answer(self, asked: Profile) -> ProfileReply:
+        """Begins a trace, or with 0 steps ends it."""
+        problem = self._start(asked.path, asked.steps) if asked.steps else self._stop()
+        return ProfileReply(
+            call_id=asked.call_id, path=self.path, steps=self.steps, problem=problem
+        )
+
+    def launched(self) -> None:
+        """Another step was launched; after the last one that was asked for the trace is written."""
+        if self._running is not None:
+            self.steps += 1
+            if self.steps >= self._most:
+                self._stop()
+
+    def _start(self, path: str, steps: int) -> str:
+        """Why it cannot, or ""."""
+        if self._running is not None:
+            return f"a trace is being recorded ({self.path}): stop it first (/stop_profile)"
+        self.path, self.steps, self._most = path, 0, steps
+        self._running = profile(use_device=None if self._place.on_host else "cuda")
+        self._running.__enter__()
+        return ""
+
+    def _stop(self) -> str:
+        """Writes the trace. Why it cannot, or ""; if it was written already, nothing happens."""
+        if not self.path:
+            return "nothing is being recorded: start it first (/start_profile)"
+        running, self._running = self._running, None
+        if running is None:
+            return ""
+        self._finish()
+        running.__exit__(None, None, None)
+        try:
+            running.export_chrome_trace(self.path)
+        except (OSError, RuntimeError) as error:
+            log.warning("no trace could be written to %s: %s", self.path, error)
+            return f"the trace could not be written to {self.path}: {error}"
+        return ""
+
+
+class AdapterReader:
+    """What is being read; true as long as anything is."""
+
+    def __init__(self, adapters: AdapterSlots) -> None:
+        self.adapters = adapters
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._made: dict[int, Future[HostAdapter]] = {}  # by number
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def begin(self, asked: ReadAdapter) -> None:
+        self._made[asked.number] = self._thread.submit(self.adapters.read, asked.path)
+
+    def take_done(self) -> list[AdapterRead]:
+        """The answers that are due; what was read is kept."""
+        answers = []
+        for number in [number for number, made in self._made.items() if made.done()]:
+            problem = ""
+            try:
+                self.adapters.keep(number, self._made.pop(number).result())
+            except (AdapterError, OSError, MemoryError) as error:
+                problem = str(error) or type(error).__name__
+            answers.append(AdapterRead(number=number, problem=problem))
+        return answers
+
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
@@ -135,17 +225,37 @@ class Worker:
         del self.runner, self.reading.adapters
 
     def _next(self) -> ToRunner | None:
-        """The next message; None if the oldest launched step is done before one comes, or if a
-        grammar may be."""
+        """The next message; None if the oldest launched step is done before one comes, if a
+        grammar may be, or if the next plan's launch can wait for those after it."""
         if not self.received and (message := self._wait()) is not None:
             self.received.append(message)
         while self._drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
             self.received.append(message)
+        if self._can_wait:
+            self.runner.look_ahead(self._received_plans)
+            time.sleep(POLL_SECONDS)
+            return None
         return self.received.popleft() if self.received else None
 
     @property
     def _drafts_ahead(self) -> bool:
         return self.renewal.runner is not None and self.runner.drafts_ahead
+
+    @property
+    def _received_plans(self) -> list[Plan]:
+        return [message for message in self.received if isinstance(message, Plan)]
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether nothing is lost if the next plan is launched once those have come whose trees
+        earlier stages verify beside it: the device executes another one, and these trees are to
+        be drafted before it goes on with the next."""
+        expected = self.runner.parts.cohorts if self._drafts_ahead else 0
+        if not (self.launched and 0 < len(self.received) < expected):
+            return False
+        newest, following = self.launched[-1], self.received[0]
+        others_work = isinstance(following, Plan) and following.after < newest.number
+        return others_work and not newest.done
 
     def _wait(self) -> ToRunner | None:
         plans = self.plans
@@ -165,10 +275,9 @@ class Worker:
         return plan
 
     def _launch(self, plan: Plan) -> None:
-        others = [message for message in self.received if isinstance(message, Plan)]
         try:
             with self.pulse.launching():
-                self.runner.look_ahead([plan, *others])
+                self.runner.look_ahead([plan, *self._received_plans])
                 step = self.runner.launch(plan)
         except (RanksDiffer, PlanTooEarly) as error:
             sys.exit(f"error: {error}")

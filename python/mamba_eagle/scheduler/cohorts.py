@@ -23,7 +23,7 @@ class Cohorts:
         self.max_in_flight = count + self.depth - 1
         self._group_of: dict[int, int] = {}  # by the requests' order of arrival
         self._next = 0
-        self._answered = self._after = 0
+        self._answered = self._after = self._planned = 0
 
     def choose(self, running: Sequence[Request]) -> list[Request]:
         """Those that decode in the next plan: all that can, of one group."""
@@ -38,8 +38,15 @@ class Cohorts:
             ]
             if ready:
                 self._next = (group + 1) % self.count
-                return ready
+                return self._together(ready)
         return []
+
+    def _together(self, ready: list[Request]) -> list[Request]:
+        """Without those that another group's plan has just served, a prompt's last chunk say: the
+        plan would wait for that one. They join when it is their group's turn again."""
+        turn = self._planned + 1 - self.count  # when the group decoded last, if all groups do
+        needed = max(turn, min(request.newest_step for request in ready))
+        return [request for request in ready if request.newest_step <= needed]
 
     def _regroup(self, members: Sequence[Request]) -> list[list[Request]]:
         """The groups, whose sizes differ by one at most."""
@@ -67,6 +74,7 @@ class Cohorts:
         because of an answer, slots above all, is free in all stages."""
         needed = [item.request.newest_step for item in plan.decodes]
         self._after = max([self._after, self._answered, *needed])
+        self._planned = plan.message.step
         for request in (
             *(chunk.request for chunk in plan.chunks),
             *(d.request for d in plan.decodes),

@@ -19,6 +19,8 @@ FIRST_GUESS = 0.25  # plain-step times added per node and per drafting step befo
 PRIOR_RATE = 0.6  # acceptance rate assumed before any draft is seen
 PRIOR_TRIALS = 4.0  # number of trials that the assumed rate counts for
 MAX_SAMPLES = 256.0  # memory of a running mean
+LATE_STEPS = 300  # a median is of the measurements of these steps alone
+MIN_LATE_TIMES = 4  # if there are that many: those of two trials
 STALE_STEPS = 200  # steps after which a step time may describe a machine that has changed since
 PLAIN_DECAY = 100.0  # plain steps after which an acceptance rate keeps 1/e of its weight
 OTHER_DECAY = 500.0  # the same for steps of other shapes
@@ -29,11 +31,17 @@ MIN_SAMPLES_TO_DISABLE = 8  # samples needed before the drafter may be disabled
 PRIOR_DRAFTS = 8.0  # drafts for which a request is assumed to be like the others
 
 
+class _Measured(NamedTuple):
+    seconds: float
+    step: int  # the step's number
+
+
 class StepTimes:
     """Seconds per decode step, by shape and number of requests, at the machine's usual pace.
 
     Each estimate is the lower median of the last few measurements, so that one kernel compilation
-    or one stall changes none of them.
+    or one stall changes none of them; of those of late alone if they are several: what a step takes
+    beside a plain one changes with the experts that its tokens choose.
 
     ``pace`` is the current slowdown of the machine, for example while other programs use it. The
     pace applies to all shapes, so a shape is not penalised for being measured while the machine
@@ -43,7 +51,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.pace = 1.0
-        self._recent: dict[tuple[TreeShape, int], deque[float]] = {}
+        self._recent: dict[tuple[TreeShape, int], deque[_Measured]] = {}
         self._median: dict[TreeShape, dict[int, float]] = {}  # by shape, then batch size
         self._last_shape = PLAIN
         self._repeats = 0  # times the last shape was run again without another in between
@@ -65,8 +73,10 @@ class StepTimes:
             slowdown = seconds / medians[batch]
             self.pace *= min(max(slowdown, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN) ** PACE_SMOOTHING
         if len(window) < WINDOW or self._repeats < MIN_TIMES:
-            window.append(seconds)
-            medians[batch] = sorted(window)[(len(window) - 1) // 2]
+            window.append(_Measured(seconds, self._steps))
+            late = [each for each in window if self._steps - each.step < LATE_STEPS]
+            known = sorted(late if len(late) >= MIN_LATE_TIMES else window)
+            medians[batch] = known[(len(known) - 1) // 2].seconds
 
     def of(self, shape: TreeShape, batch: int) -> float:
         """Measured, or estimated from other batch sizes or shapes.

@@ -128,7 +128,9 @@ class EventPublisher:
         """Called by the scheduler: sends what has changed in the cache."""
         events = self.reachable.drain()
         if self.lost and not self._queue.full():
-            events = self._everything()
+            snapshot = Snapshot()
+            snapshot.blocks = {block.hash: block for block in self.reachable.blocks()}
+            events = snapshot.events()
         if not events:
             return
         try:
@@ -136,11 +138,6 @@ class EventPublisher:
             self.lost = False
         except queue.Full:
             self.lost = True
-
-    def _everything(self) -> list[AnyEvent]:
-        snapshot = Snapshot()
-        snapshot.blocks = {block.hash: block for block in self.reachable.blocks()}
-        return snapshot.events()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────
 

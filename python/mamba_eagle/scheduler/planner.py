@@ -2,24 +2,195 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from mamba_eagle.cache.node import as_tokens
-from mamba_eagle.cache.slots import Slots
+from mamba_eagle.cache.slots import Behind, HeldSlots, Slots, Trail
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import ChangeModel, PauseMode, Plan, Release, RunnerReady
+from mamba_eagle.core import DEFAULT_VERSION, PLAIN
+from mamba_eagle.message import (
+    AnchorMove,
+    ChangeModel,
+    JournalPart,
+    PauseMode,
+    Plan,
+    Release,
+    RunnerReady,
+)
 from mamba_eagle.scheduler.adapters import Adapters
-from mamba_eagle.scheduler.booking import PlanBooking
+from mamba_eagle.scheduler.booking import OpenSessions, PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
-from mamba_eagle.scheduler.decode import DecodeManager
-from mamba_eagle.scheduler.pauses import Pauses
-from mamba_eagle.scheduler.plan_draft import PlanDraft
+from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.sessions import OpenSessions
-from mamba_eagle.scheduler.speculation import shape_policy
+from mamba_eagle.scheduler.speculation import ShapePolicy, shape_policy
 from mamba_eagle.scheduler.stats import Stats
-from mamba_eagle.scheduler.trails import TrailKeeper
+
+MIN_KEPT = 64  # tokens before the end of an output, any of which can be continued after
+
+
+class TrailKeeper:
+    """Moves the anchors of running requests forward before their journals are full.
+
+    position   anchor ─────────────── processed ──────────── processed, at most
+               state     rows, known               rows of plans in flight, and of this one
+
+    An anchor is moved by a fold of rows that are known to be accepted, to ``MIN_KEPT`` tokens
+    before the last of them. On its way it leaves copies behind, while slots are free, for forks in
+    the output: of the state and the journal, so that any token can be continued after,
+
+    position   first ───────── end                  each begins where the one before ends, or before
+                    anchor ────────── end
+
+    or of the state alone, where forks would otherwise run more than the interval again.
+    """
+
+    def __init__(self, config: EngineConfig, slots: Slots, runner: RunnerReady) -> None:
+        self.slots, self.rows, self.moves_anchors = slots, runner.journal_rows, runner.moves_anchors
+        self.kept = min(MIN_KEPT, self.rows // 2)
+        self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
+        self.interval = config.mamba_checkpoint_interval
+
+    def make_room(self, request: Request, held: HeldSlots, plan: PlanDraft) -> None:
+        """Before a decode step of the request, which is not yet counted as in flight."""
+        trail = held.trail
+        if trail is None:
+            return
+        most = request.processed + (request.plans_in_flight + 1) * self.accepts
+        if most - trail.anchor <= self.rows:
+            return
+        target = request.processed - self.kept
+        if not self.moves_anchors or target <= trail.anchor:
+            plan.message.end_trails.append(held.slot)
+            self.slots.end_trail(held)
+            return
+        rows = JournalPart(trail.journal, trail.anchor, target)
+        move = AnchorMove(rows, trail.state_slot)
+        if self.interval and self.slots.has_spare_state:
+            self._leave_behind(trail, move, request.processed)
+        plan.message.moves.append(move)
+        trail.anchor = target
+
+    def _leave_behind(self, trail: Trail, move: AnchorMove, known: int) -> None:
+        """Copies what is at the anchor before ``move``, if forks in the output may need it. known:
+        position up to which the journal has rows."""
+        last = trail.inside[-1] if trail.inside else Behind(trail.first, -1, -1, trail.first)
+        target, with_rows = move.journal.end, self.slots.has_spare_journal
+        if with_rows:
+            wanted = target > max(last.end, last.position)
+        else:
+            wanted = target - last.position > self.interval and trail.anchor > last.position
+        if not wanted:
+            return
+        state_slot = self.slots.reserve_state()
+        journal = self.slots.reserve_journal() if with_rows else -1
+        assert state_slot is not None and journal is not None
+        move.save, move.save_journal = state_slot, journal
+        trail.inside.append(Behind(trail.anchor, state_slot, journal, known))
+
+
+class Pauses:
+    """Whether requests may run, and those that came while none may begin.
+
+    A change of the model is a pause of its own: it takes every slot from its requests, which begin
+    again with their output so far, so that no state of the old weights is read with the new ones.
+    """
+
+    def __init__(self) -> None:
+        self.mode: PauseMode | None = None  # None: no pause
+        self.later: list[Request] = []  # they wait for the end of a pause
+        self.change: ChangeModel | None = None  # under way
+        self.released: set[str] = set()  # memory that was given back, by tag
+        self.version = DEFAULT_VERSION  # of the weights
+
+    @property
+    def stops_all(self) -> bool:
+        """Whether no step may be planned, but for releases."""
+        held = self.mode in ("keep", "retract")
+        return held or self.change is not None or bool(self.released)
+
+    @property
+    def any(self) -> bool:
+        """Whether requests wait that nothing is wrong with."""
+        return self.stops_all or self.mode is not None
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a request that has just come is kept here."""
+        if self.mode is not None:
+            self.later.append(request)
+        return self.mode is not None
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        if request in self.later:
+            self.later.remove(request)
+
+    def end(self) -> list[Request]:
+        """The pause is over; returns those that may begin now."""
+        self.mode, later, self.later = None, self.later, []
+        return later
+
+    def problem(self, change: ChangeModel) -> str:
+        """Why a change cannot begin; "" if it can."""
+        if self.change is not None:
+            return "the model is being changed already: wait for the answer to that call"
+        if doubly := self.released.intersection(change.release):
+            return f"memory of {', '.join(sorted(doubly))} was released already: resume it first"
+        if change.resume and self.released.isdisjoint(change.resume):
+            return f"memory of {', '.join(change.resume)} was not released: nothing to resume"
+        return ""
+
+    def changed(self, worked: bool) -> None:
+        """The runner has answered."""
+        change, self.change = self.change, None
+        assert change is not None
+        if worked:
+            self.released = self.released.union(change.release).difference(change.resume)
+            if change.weights is not None:
+                self.version = change.weights.version or self.version
+
+
+class DecodeManager:
+    """Reserves one tree of KV slots per request; older requests, and those of
+    higher priority, are served first."""
+
+    def __init__(self, policy: ShapePolicy, slots: Slots) -> None:
+        self.policy = policy
+        self.slots = slots
+
+    def schedule(
+        self,
+        plan: PlanDraft,
+        ready: list[Request],
+        running: list[Request],
+        in_flight: Sequence[PlanDraft],
+    ) -> Request | None:
+        """Adds to ``plan`` each request of ``ready``, those of the running ones whose turn it is.
+
+        A request that gets no KV slots skips the step. If nothing in flight will free any, returns
+        the last of the running requests, to be retracted; it is not part of the decode step.
+        """
+        if ready:
+            plan.choice, untracked = self.policy.choose(
+                [request.drafts for request in ready],
+                [earlier.choice for earlier in in_flight if earlier.decodes],
+            )
+            plan.untracked = [ready[place] for place in untracked]
+        for request in sorted(ready, key=rank):
+            tree = self.slots.reserve_kv(plan.choice.shape.nodes)
+            if tree is None:
+                plan.short_of_kv = True
+                break
+            assert request.held is not None
+            plan.decodes.append(DecodeItem(request, request.held, tree))
+        if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
+            return max(running, key=rank)
+        return None
+
+    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[PlanDraft]) -> bool:
+        rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in in_flight)
+        return rejects or any(request.leaving or request.all_planned for request in running)
 
 
 class Planner:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 import sys
 import time
 from typing import Any
@@ -88,7 +87,7 @@ class SchedulerProcess:
             self.events = EventPublisher(events, slots.cache)
         self.load_first_adapters()
         size = {name: getattr(ready, name) for name in EngineSize.__struct_fields__}
-        self.outputs.send(Ready(scheduler_pid=os.getpid(), runner_pid=ready.pid, **size))
+        self.outputs.send(Ready(**size))
 
     def load_first_adapters(self) -> None:
         """Raises: ConfigError with all that cannot be served of --lora-modules."""

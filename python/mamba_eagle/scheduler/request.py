@@ -206,7 +206,6 @@ class Request:
             rid=self.rid,
             token_ids=token_ids or [],
             finish=self.finish,
-            prompt_tokens=self.prompt_len,
             completion_tokens=self.num_output,
             cached_tokens=self.cached_tokens,
             verify_steps=self.verify_steps,

@@ -56,8 +56,7 @@ class Scheduler(Planner):
         if problem:
             self.stats.num_aborted += 1
             reason = FinishReason(kind="abort", message=problem, failure=Failure.REFUSED)
-            prompt_tokens = len(message.token_ids)
-            return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=prompt_tokens)]
+            return [RequestOutput(rid=message.rid, finish=reason)]
         self._num_added += 1
         eos = tuple(self.runner.eos_token_ids)
         adapter = self.adapters.of(message.adapter)

@@ -73,7 +73,12 @@ class StepResults:
                 if problem:
                     outputs.append(self.fail(request, problem, walk.problem))
                 else:
-                    self._count_step(request, walk, plan.choice.shape)
+                    self._stats.verify_steps += 1
+                    self._stats.decode_tokens += len(walk.tokens)
+                    if self._shape.nodes > 1:
+                        request.verify_steps += 1
+                        request.count_accepted(len(walk.tokens) - 1)
+                        request.proposed_drafts += plan.choice.shape.depth
                     request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
                     told = (walk.logprobs, walk.trace, walk.hidden)
                     outputs.append(self._accept(request, walk.tokens, *told))
@@ -139,14 +144,6 @@ class StepResults:
         request.finish = FinishReason("abort", message=problem, failure=failure)
         self._forget(request)
         return request.output()
-
-    def _count_step(self, request: Request, walk: DecodeResult, shape: TreeShape) -> None:
-        self._stats.verify_steps += 1
-        self._stats.decode_tokens += len(walk.tokens)
-        if self._shape.nodes > 1:
-            request.verify_steps += 1
-            request.count_accepted(len(walk.tokens) - 1)
-            request.proposed_drafts += shape.depth
 
 
 def prefill_problem(

@@ -26,9 +26,7 @@ from mamba_eagle.server.apis import (
     embeddings,
     exchange,
     openapi,
-    profile,
     score,
-    sessions,
     tokens,
 )
 from mamba_eagle.server.apis.anthropic import route as anthropic
@@ -38,7 +36,7 @@ from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
 from mamba_eagle.server.apis.responses import route as responses
 from mamba_eagle.server.apis.responses.kept import ResponseStore
-from mamba_eagle.server.apis.rollouts import checks, group, memory, pauses, weights
+from mamba_eagle.server.apis.rollouts import group, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
@@ -56,8 +54,8 @@ HEALTH_TIMEOUT = 20.0
 OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 ROOMS = (
     *(generate, openai, responses, anthropic, score, embeddings),
-    *(tokens, cache, control, profile, adapters, pauses, group, checks, weights, memory),
-    *(exchange, sessions, rollouts, batches, openapi, page),
+    *(tokens, cache, control, adapters, pauses, group, weights),
+    *(exchange, rollouts, batches, openapi, page),
 )
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
@@ -174,7 +172,6 @@ async def health_generate(request: Request) -> Response:
         token_ids=[token],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         seed=0,
-        sample_rids=[rid],
     )
     live = state.submit(rid, [prompt])
     try:

@@ -24,10 +24,8 @@ from mamba_eagle.server.engine.socket_dir import new_socket_dir
 from mamba_eagle.server.http import descriptors
 from mamba_eagle.server.http.auth import api_keys
 from mamba_eagle.server.http.connections import LOG_SECONDS, Limits
-from mamba_eagle.server.http.event_loop import run
-from mamba_eagle.server.http.listener import HttpServer
+from mamba_eagle.server.http.listener import HttpServer, run, tls_context
 from mamba_eagle.server.http.origins import exposure_warning, origin_problems
-from mamba_eagle.server.http.tls import tls_context
 from mamba_eagle.server.lifetime import Gate
 from mamba_eagle.server.state import ServerState
 

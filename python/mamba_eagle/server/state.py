@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,23 +23,53 @@ from mamba_eagle.constrain.trials import Tokens
 from mamba_eagle.core import shown
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
+from mamba_eagle.message import Weights
+from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
 from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge, tokens_of
 from mamba_eagle.server.bodies.grammars import Grammars
-from mamba_eagle.server.bodies.infill import Infill
-from mamba_eagle.server.bodies.model import Model, read
-from mamba_eagle.server.bodies.prompts import PromptReader
+from mamba_eagle.server.bodies.kinds import Model, read
+from mamba_eagle.server.bodies.prompts import Infill, PromptReader
 from mamba_eagle.server.bodies.reception import Bodies
 from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.at_reply import trace_parent
 from mamba_eagle.server.http.auth import api_keys
-from mamba_eagle.server.incoming import Incoming
 from mamba_eagle.server.lifetime import Lifetime
+from mamba_eagle.server.remote_reads import RemoteReads
 from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
+
+
+@dataclass
+class Incoming:
+    """What has come so far of an update of the weights, of which nothing is used before all is
+    there: in a folder each for the target and the drafter."""
+
+    begun: bool = False  # /start_weight_update says where it ends; else a pause does
+    is_drafter: bool = False  # of what comes next
+    receiving: int = 0  # calls under way
+    version: str = ""
+    problem: str = ""  # a part of it was refused, so the rest is, too
+    folders: dict[bool, str] = field(default_factory=dict)  # by whether it is the drafter's
+
+    def folder(self) -> str:
+        """Where the next tensors go."""
+        name = f"{RECEIVED_PREFIX}{uuid.uuid4().hex}"
+        return self.folders.setdefault(self.is_drafter, os.path.join(memory_dir(), name))
+
+    def fail(self, problem: str) -> None:
+        for folder in self.folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.folders.clear()
+        self.problem = problem
+
+    def weights(self) -> Weights:
+        target, drafter = self.folders.get(False, ""), self.folders.get(True, "")
+        return Weights(target=target, drafter=drafter, version=self.version, received=True)
+
 
 T = TypeVar("T")
 SILENCE = "the engine did not answer in time"
@@ -53,6 +86,8 @@ class ServerState:
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
     paused: bool = False  # requests that come wait
     incoming: Incoming = field(default_factory=Incoming)  # weights from a group
+    remote_reads: RemoteReads = field(default_factory=RemoteReads)  # of prefixes
+    withdrawing: asyncio.Task[None] | None = None  # ends when others have read what was offered
     snapshot: list[dict[str, str]] | None = None  # the weights' checksums, by rank
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
@@ -155,14 +190,14 @@ class ServerState:
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda values: parse(values, self), is_chat=is_chat)
+        return await self.bodies.read(request, parse, self, is_chat=is_chat)
 
     async def read_control(self, request: Request, model: type[Model]) -> Model:
         """The short body of a route that takes no prompt.
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, partial(read, model), MAX_CONTROL_BODY)
+        return await self.bodies.read(request, partial(read, model), max_size=MAX_CONTROL_BODY)
 
     def check_model(self, name: str) -> None:
         """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""

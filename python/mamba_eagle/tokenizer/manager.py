@@ -1,4 +1,5 @@
-"""The server process's end of the engine: requests go out, outputs find who waits for them."""
+"""The server process's end of the engine: requests go out, outputs find who waits for them, both in
+turns of the event loop; and so do questions and their answers."""
 
 import asyncio
 import hashlib
@@ -7,22 +8,193 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import zmq
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import DEFAULT_VERSION, Failure, FinishReason, shown
-from mamba_eagle.message import Abort, Outputs, Ready, RequestOutput, ToScheduler, ToServer
+from mamba_eagle.message import (
+    Abort,
+    Answer,
+    Done,
+    FlushCache,
+    Generate,
+    Outputs,
+    Prompt,
+    Question,
+    RankReply,
+    Ready,
+    RequestOutput,
+    ToScheduler,
+    ToServer,
+)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
-from mamba_eagle.tokenizer.live import LiveSamples
-from mamba_eagle.tokenizer.observer import Observer
-from mamba_eagle.tokenizer.questions import Questions
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.sample import LiveRequest, LiveSamples, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
-from mamba_eagle.tokenizer.turns import SAMPLES_PER_TURN, TURN_SECONDS, Inbox, Outbox
+
+# A request of thousands of samples is started and ended in turns, between which this process and
+# the scheduler serve the others.
+SAMPLES_PER_TURN = 32
+TOKENS_PER_TURN = 32_768
+TURN_SECONDS = 0.005
+
+
+class Outbox:
+    """Samples that were started and that the scheduler does not know yet, first come first sent."""
+
+    def __init__(self, sender: Sender[ToScheduler]) -> None:
+        self._sender = sender
+        self._waiting: deque[Sample] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, samples: deque[Sample]) -> bool:
+        """Sends one turn of a request's samples and keeps the others. Returns whether they are the
+        first that wait, so that the caller must send them in turns."""
+        self._send(samples)
+        was_empty = not self._waiting
+        self._waiting += samples
+        return was_empty and bool(samples)
+
+    def send_turn(self) -> None:
+        self._send(self._waiting)
+
+    def _send(self, samples: deque[Sample]) -> None:
+        """Hands the first of them to the scheduler, no more than it takes in in a moment."""
+        tokens = 0
+        for _ in range(min(SAMPLES_PER_TURN, len(samples))):
+            sample = samples.popleft()
+            if sample.finish is not None:
+                continue
+            sample.sent = True
+            self._sender.send(_generate(sample))
+            tokens += len(sample.prompt.token_ids)
+            if tokens >= TOKENS_PER_TURN:
+                break
+
+
+def _generate(sample: Sample) -> Generate:
+    asked = {name: getattr(sample.prompt, name) for name in Prompt.__struct_fields__}
+    asked["rid"] = sample.engine_rid
+    # Stop strings are looked for here; thousands of them would travel for nothing.
+    asked["sampling"] = msgspec.structs.replace(asked["sampling"], seed=sample.seed, stop=[])
+    return Generate(**asked, arrival_time=sample.request.arrival)
+
+
+class Inbox:
+    """Hands on all that comes, or as much as one turn may take: the others follow in the next."""
+
+    def __init__(self, receiver: Receiver[ToServer], take: Callable[[ToServer], None]) -> None:
+        """take: called with each message, on the running loop. receiver: this one's from now on."""
+        self.receiver, self._take = receiver, take
+        self._loop = asyncio.get_running_loop()
+        self._next_turn: asyncio.Handle | None = None
+        # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        self._loop.add_reader(receiver.socket.FD, self.receive_all)
+        self._loop.call_soon(self.receive_all)
+
+    def receive_all(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        until = time.monotonic() + TURN_SECONDS
+        while (item := self.receiver.receive(timeout_ms=0)) is not None:
+            self._take(item)
+            if time.monotonic() > until:
+                self._next_turn = self._loop.call_soon(self.receive_all)
+                return
+
+    def close(self) -> None:
+        self._loop.remove_reader(self.receiver.socket.FD)
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        self.receiver.close()
+
+
+class Observer(Protocol):
+    """Called for each event of a request, on the event loop; must not block."""
+
+    def started(self, live: LiveRequest) -> None:
+        """A request was accepted."""
+
+    def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
+        """``new_tokens`` of a sample came at time ``now``."""
+
+    def finished(self, sample: Sample) -> None:
+        """A sample ended, also when it was aborted."""
+
+    def reset_averages(self) -> None:
+        """The cache was flushed: averages start again."""
+
+
+A = TypeVar("A")
+
+
+class Questions:
+    """Each is asked under a number of its own, which its answer repeats."""
+
+    def __init__(self, sender: Sender[ToScheduler], recorder: Observer, num_ranks: int = 1) -> None:
+        self._sender, self._recorder, self._num_ranks = sender, recorder, num_ranks
+        self._replies: dict[int, list[RankReply]] = {}  # of some ranks
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._dead: str | None = None
+
+    def answer(self, reply: Answer) -> None:
+        asked = self._waiting.get(reply.call_id)
+        if asked is None or asked.done():
+            return
+        if isinstance(reply, RankReply):
+            replies = self._replies.setdefault(reply.call_id, [])
+            replies.append(reply)
+            if len(replies) == self._num_ranks:
+                asked.set_result(sorted(replies, key=lambda reply: reply.rank))
+        else:
+            asked.set_result(reply)
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: who waits gets an error, and every later question does."""
+        self._dead = message
+        for asked in self._waiting.values():
+            if not asked.done():
+                asked.set_exception(EngineDead(message))
+
+    async def __call__(self, question: Question[A], seconds: float) -> A:
+        """The answer.
+
+        Raises: EngineDead; TimeoutError if it does not come in time.
+        """
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        asked: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        number = question.call_id = next(self._numbers)
+        self._waiting[number] = asked
+        try:
+            self._sender.send(question)  # type: ignore[arg-type]  # all kinds are ToScheduler's
+            return await asyncio.wait_for(asked, seconds)
+        finally:
+            del self._waiting[number]
+            self._replies.pop(number, None)
+
+    async def flush_cache(self, seconds: float = 0.0) -> Done:
+        """Empties the cache; a busy engine refuses, and is asked again for that long.
+
+        Raises: as asking.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            reply = await self(FlushCache(), 30.0)
+            if not reply.problem:
+                self._recorder.reset_averages()
+            if not reply.problem or time.monotonic() >= deadline:
+                return reply
+            await asyncio.sleep(0.05)
+
 
 log = logging.getLogger("mamba_eagle.tokenizer")
 
@@ -68,7 +240,7 @@ class TokenizerManager:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
+    @cached_property
     def max_samples(self) -> int:
         """What may run and wait at the same time."""
         return self.engine.max_running_requests + self.config.max_queued_requests
@@ -118,7 +290,7 @@ class TokenizerManager:
         self._spawn(self._abort_all(live.samples, reason))
 
     def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> Sample:
-        rid = prompt.sample_rids[i]
+        rid = prompt.sample_rid(i)
         # Clients may use a name again as soon as they have their answer, when the scheduler may
         # still have something to say about the first holder.
         engine_rid = f"{rid}#{next(self._numbers)}"
@@ -205,22 +377,19 @@ class TokenizerManager:
 
     def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
         try:
-            self._dispatch(sample, output, now)
+            before = len(sample.output_ids)
+            stop = sample.take(output)
+            if stop is not None and output.finish is None:
+                self._sender.send(stop)
+            self.recorder.progressed(sample, len(sample.output_ids) - before, now)
+            sample.request.tell(sample)
+            if sample.finish is not None:
+                self._ended(sample)
         except Exception:  # one request's trouble must not stop the others' outputs
             log.exception("request %s: its output could not be decoded", shown(sample.rid))
             message = "the output could not be decoded; see the server log"
             reason = FinishReason(kind="abort", message=message, failure=Failure.INTERNAL)
             self._abort(sample, reason)
-
-    def _dispatch(self, sample: Sample, output: RequestOutput, now: float) -> None:
-        before = len(sample.output_ids)
-        stop = sample.take(output)
-        if stop is not None and output.finish is None:
-            self._sender.send(stop)
-        self.recorder.progressed(sample, len(sample.output_ids) - before, now)
-        sample.request.tell(sample)
-        if sample.finish is not None:
-            self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:
         live = sample.request

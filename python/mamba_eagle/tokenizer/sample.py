@@ -6,9 +6,10 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import FinishReason, shown
 from mamba_eagle.message import Prompt, RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
+from mamba_eagle.tokenizer.errors import DuplicateRid
 from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 
 
@@ -18,9 +19,12 @@ class PromptRequest(Prompt, kw_only=True):
     seed: int | None = None  # None: a random one
     n: int = 1
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
-    sample_rids: list[str] = []  # names of the n samples
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
     kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
+
+    def sample_rid(self, i: int) -> str:
+        """The name of sample i of n."""
+        return self.rid if self.n == 1 else f"{self.rid}_{i}"
 
 
 class VersionSpan(NamedTuple):
@@ -189,3 +193,48 @@ class LiveRequest:
         """The sample has a token more, or has ended."""
         self.news[sample.index] = sample
         self.changed.set()
+
+
+class LiveSamples:
+    """A request's names stay taken until all of its samples have ended."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, Sample] = {}  # by engine rid
+        self._names: dict[str, list[Sample]] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def free_names(self, rid: str, prompts: list[PromptRequest]) -> set[str]:
+        """All names of a request that may start.
+
+        Raises: DuplicateRid if one of them is taken.
+        """
+        names = {rid}
+        for prompt in prompts:
+            names.update((prompt.rid, *map(prompt.sample_rid, range(prompt.n))))
+        if taken := names & self._names.keys():
+            raise DuplicateRid(
+                f"rid = {shown(min(taken))}: a request of this name is running: choose another, or "
+                "omit it"
+            )
+        return names
+
+    def add(self, sample: Sample) -> None:
+        self._samples[sample.engine_rid] = sample
+        for name in {sample.request.rid, sample.prompt.rid, sample.rid}:
+            self._names.setdefault(name, []).append(sample)
+
+    def get(self, engine_rid: str) -> Sample | None:
+        return self._samples.get(engine_rid)
+
+    def named(self, rid: str | None) -> list[Sample]:
+        """The samples of exactly this name, those that have ended too; None: all that are live."""
+        return list(self._samples.values() if rid is None else self._names.get(rid, ()))
+
+    def remove(self, sample: Sample) -> None:
+        """It has ended."""
+        del self._samples[sample.engine_rid]
+        if sample.request.open == 0:
+            for name in sample.request.names:
+                self._names.pop(name, None)

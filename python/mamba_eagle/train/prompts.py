@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.chat.render import Chat, ChatTemplate
+from mamba_eagle.core import shown
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 MAX_SHOWN_PROBLEMS = 10
-MAX_SHOWN_CHARACTERS = 200
 
 
 class DataError(ValueError):
@@ -217,11 +217,3 @@ def string(record: dict[str, Any], name: str) -> str:
 
 def is_turn(message: Any) -> bool:
     return isinstance(message, dict) and {"role", "content"} <= message.keys()
-
-
-def shown(value: Any) -> str:
-    """repr, cut for error messages."""
-    text = repr(value)
-    if len(text) <= MAX_SHOWN_CHARACTERS:
-        return text
-    return text[: MAX_SHOWN_CHARACTERS - 1] + "…"

@@ -1,10 +1,13 @@
 """One run of ``train-drafter``, from the prompts to the finished head."""
 
+import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mamba_eagle.bench import facts
-from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings
+from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings, flag_of
 from mamba_eagle.devices import resolve_device
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
@@ -14,13 +17,62 @@ from mamba_eagle.train.acceptance import Acceptance
 from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, AnswerOptions, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
 from mamba_eagle.train.heads import TRAINABLE_HEADS
-from mamba_eagle.train.loop_parts import set_precision
 from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
-from mamba_eagle.train.record import Record
-from mamba_eagle.train.settings import TrainSettings
+from mamba_eagle.train.settings import CHANGEABLE, TrainSettings
 from mamba_eagle.train.target import load_target
-from mamba_eagle.train.trainer import Diverged, Trainer
+from mamba_eagle.train.trainer import Diverged, Trainer, set_precision
 from mamba_eagle.train.world import World
+
+NAME = "training.json"
+
+
+class Record:
+    """The ``training.json`` of one output folder."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.path = Path(settings.output) / NAME
+        self.settings = asdict(settings)
+        self.data_hash = hashlib.sha256(Path(settings.data).read_bytes()).hexdigest()
+
+    def check(self) -> bool:
+        """Returns: whether the folder holds a finished run of these settings.
+
+        Raises: ConfigError if its run was started with settings that give other answers or weights.
+        """
+        if not self.path.is_file():
+            return False
+        before = json.loads(self.path.read_text(encoding="utf-8"))
+        wrong = [
+            f"{flag_of(name)} {self.settings[name]}: {self.path.parent} was started with {value}"
+            for name, value in before["settings"].items()
+            if name not in (*CHANGEABLE, "output", "data") and value != self.settings.get(name)
+        ]
+        if before["data_sha256"] != self.data_hash:
+            wrong.append(
+                f"--data {self.settings['data']}: {self.path.parent} was started with another "
+                "content of the file"
+            )
+        if wrong:
+            raise ConfigError([*wrong, "resume with the same settings or choose another --output"])
+        return bool(before["finished"])
+
+    def write(self, command: str, result: dict[str, Any] | None = None) -> None:
+        """Writes the file atomically.
+
+        Args:
+            result: what the training has achieved; None when it starts.
+        """
+        value = {
+            "finished": result is not None,
+            "command": command,
+            "settings": self.settings,
+            "data_sha256": self.data_hash,
+            **(result or {}),
+        }
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
 
 RUN_ERRORS = (*START_ERRORS, OSError, DataError, Diverged)
 

@@ -1,25 +1,113 @@
 """The training loop: steps, progress, saving and resuming. Its computations depend only on settings
 and data, so a run that was stopped and resumed ends with the same weights as one that was not."""
 
+import contextlib
+import json
 import math
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.train.acceptance import Acceptance, measure_acceptance
 from mamba_eagle.train.batches import Answer, Batches, Split, pad_answers
-from mamba_eagle.train.checkpoint import save_weights
 from mamba_eagle.train.heads.base import TrainableHead
-from mamba_eagle.train.loop_parts import Every, autocast, make_optimizer, stop_on_signals
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import run_target
 from mamba_eagle.train.world import World
+
+
+def set_precision() -> None:
+    """Uses TF32 for float32 matrix products (those of the recurrence) on GPUs that have it.
+
+    Attention by cuDNN is disabled: it plans anew for every new length, which takes longer than a
+    training step.
+    """
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def autocast(device: str) -> torch.autocast:
+    """bfloat16 matrix products on a GPU, nothing on a CPU."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+
+
+@dataclass
+class StopSignal:
+    received: bool = False  # the run should end after the current step
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopSignal]:
+    """Within this context SIGTERM and Ctrl-C only set ``received``, so that the caller can save the
+    model. A second Ctrl-C interrupts at once."""
+    stop = StopSignal()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def receive(number: int, frame: object) -> None:
+        print(f"stopping: {signal.Signals(number).name}", flush=True)
+        stop.received = True
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Every:
+    """Returns True at most once per ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only: not on norms, biases, A, D, convolutions and
+    embeddings."""
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def save_weights(weights: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> None:
+    """Writes weights and config, creating ``folder`` if needed. Floating-point tensors are stored
+    as bfloat16. The weights file is replaced atomically, so readers never see a partial one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in weights.items()
+    }
+    partial = folder / "model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    os.replace(partial, folder / "model.safetensors")
+    write_json(folder / "config.json", config)
+
 
 WARM_UP = 0.03  # fraction of the run in which the learning rate rises
 LR_FLOOR = 0.01  # learning rate at the end, relative to its peak

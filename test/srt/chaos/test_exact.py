@@ -78,10 +78,10 @@ def rounds(folder: Path) -> list[Round]:
         return [Round(EMBEDDED, EMBEDDED.drafters[:4], REQUESTS)]
     if SCALE == 1:
         other = random_target(RANDOM[SEED % 3], folder / "other")
-        drafters = random.Random(SEED).sample(EMBEDDED.drafters, 3)
+        drafters = random.Random(SEED).sample(EMBEDDED.drafters, 2)
         return [
             Round(EMBEDDED, tuple(drafters), REQUESTS),
-            Round(other, ("STANDALONE", "NGRAM"), REQUESTS // 2),
+            Round(other, (("STANDALONE", "NGRAM")[SEED % 2],), REQUESTS // 2),
         ]
     names = ("", *RANDOM)
     chosen = [names[(SEED + number) % len(names)] for number in range(max(1, SCALE // 4))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,31 @@ def test_one_runs_the_prompt_and_the_other_one_answers(engines: tuple[Engine, En
     assert facts["cached_tokens"] == tokens == facts["prompt_tokens"] - 1
     assert others["cached_tokens"] == 0
     assert facts["spec_verify_ct"] == others["spec_verify_ct"] < facts["completion_tokens"]
+
+
+def test_a_prefix_is_read_from_the_other_ones_memory(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    body = {"text": "By another way. " + PROMPT, "sampling_params": SAMPLING}
+    if importlib.util.find_spec("nixl_cu13") is None:
+        refused = post(prefill, "/export_prefix?transport=nixl", json=body, headers=KEY)
+        assert refused.status_code == 400 and "pip install" in refused.text
+        pytest.skip("needs the extra nixl")
+    offered = post(prefill, "/export_prefix?transport=nixl", json=body, headers=KEY)
+    assert offered.status_code == 200 and len(offered.content) < 10_000, offered.text
+    json = {**KEY, "content-type": "application/json"}
+    foreign = post(decode, "/import_prefix", content=b'{"agent": 3}', headers=json)
+    assert foreign.status_code == 400 and "transport=nixl" in foreign.text
+    taken = post(decode, "/import_prefix", content=offered.content, headers=json)
+    tokens = int(offered.headers["x-prefix-tokens"])
+    assert taken.json() == {"success": True, "tokens": tokens}, taken.text
+    reply = decode.generate(body["text"], SAMPLING)
+    assert reply["meta_info"]["cached_tokens"] == tokens
+    assert reply["text"] == decode.generate(body["text"], SAMPLING, cache_salt="own")["text"]
+
+
+def test_an_unknown_transport_is_refused(engines: tuple[Engine, Engine]) -> None:
+    refused = post(engines[0], "/export_prefix?transport=mail", json={"text": "x"}, headers=KEY)
+    assert refused.status_code == 400 and "must be nixl" in refused.text
 
 
 def test_both_routes_take_the_admin_key(engines: tuple[Engine, Engine]) -> None:

@@ -92,9 +92,9 @@ def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
     assert_all_ended(server)
 
 
-@pytest.mark.parametrize("role", ["scheduler", "runner"])
-def test_killed_child_ends_everything(start: Start, role: str) -> None:
-    server = start().wait_until_ready()
+def test_killed_child_ends_everything(start: Start) -> None:
+    """Under load, and the other one: chaos/test_kills.py."""
+    server, role = start().wait_until_ready(), "runner"
     requests = OpenRequests(server)
     os.kill(server.pids()[role], signal.SIGKILL)
     assert server.wait(PATIENCE) == 1

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import torch
 from running_server import PATIENCE, RunningServer, assert_end, need_weights
 
 from mamba_eagle.bench.batch import BatchEngine, greedy
@@ -134,6 +135,16 @@ def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     assert ending in server.output and ending in reply.json()["error"]["message"]
     assert_end(pids)
     assert server.leftovers() == []
+
+
+@pytest.mark.gpu
+def test_stages_on_gpus_answer_as_one(expected: Expected) -> None:
+    """At the same time: messages are kernels, between steps that are captured."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    server = RunningServer("--device", "cuda", "--dtype", "float32", "--pp-size", "2")
+    assert_answers(server.wait_until_ready(), expected)
+    server.stop()
 
 
 def test_without_a_cluster_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,19 @@ SAMPLING: list[Body] = [
     {"max_new_tokens": 130, "ignore_eos": True, "temperature": 5.0},
     {"max_new_tokens": 130, "ignore_eos": True, "skip_special_tokens": False},
 ]
+FEW = ["--max-running-requests", "8"]
 SETTINGS = {
-    "no speculation": ["--speculative-algorithm", "NONE"],
-    "node snapshots": ["--mamba-verify-mode", "snapshot"],
-    "no cache": ["--disable-radix-cache"],
-    "small chunks": ["--chunked-prefill-size", "64"],
-    "retraction": ["--max-total-tokens", "400", "--max-running-requests", "8"],
-    "few checkpoints": ["--max-mamba-cache-size", "8", "--max-running-requests", "8"],
+    "neither speculation nor cache": ["--speculative-algorithm", "NONE", "--disable-radix-cache"],
+    "node snapshots, retraction": [
+        *("--mamba-verify-mode", "snapshot"),
+        *("--max-total-tokens", "400"),
+        *FEW,
+    ],
+    "small chunks, few checkpoints": [
+        *("--chunked-prefill-size", "64"),
+        *("--max-mamba-cache-size", "8"),
+        *FEW,
+    ],
 }
 
 

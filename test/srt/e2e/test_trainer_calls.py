@@ -110,7 +110,8 @@ def test_trl(trainer: httpx.Client) -> None:
     assert [choice["prompt_token_ids"] for choice in choices] == [IDS, IDS, IDS[:2], IDS[:2]]
     for choice in choices:
         named = [f"token_id:{token}" for token in choice["token_ids"]]
-        assert choice["logprobs"]["tokens"] == named and len(named) == 8
+        assert choice["logprobs"]["tokens"] == named
+        assert len(named) == 8 or (named and choice["finish_reason"] == "stop")
     send(trainer, "/reset_prefix_cache")
     group = {"master_address": "localhost", "master_port": 1, "world_size": 2, "timeout": 0.5}
     answer = trainer.post("/init_weight_transfer_engine", json={"init_info": group})

@@ -19,7 +19,7 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
 from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
 from mamba_eagle.layers.block import prepare_for_inference
-from mamba_eagle.layers.moe import LatentMoE
+from mamba_eagle.layers.moe import LatentMoE, SigmoidMoE
 from mamba_eagle.model_config import MoEConfig, Span
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized
@@ -287,13 +287,14 @@ def test_nan_does_not_reach_other_tokens() -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("latent", [0, 96])
+@pytest.mark.parametrize("latent", [0, 96, None], ids=["relu2", "latent", "gated"])
 @torch.no_grad()
-def test_a_layer_of_experts_gives_what_it_gives_in_torch(latent: int) -> None:
+def test_a_layer_of_experts_gives_what_it_gives_in_torch(latent: int | None) -> None:
     """Router, routed and shared experts, which are part of the same launches without a latent
     width."""
-    config = MoEConfig(EXPERTS, TOP_K, 72, 144, latent, scaling=2.5)
-    exact = LatentMoE(config, SIZE, bias=False)
+    config = MoEConfig(EXPERTS, TOP_K, 72, 144, latent or 0, scaling=2.5)
+    gated = latent is None
+    exact = SigmoidMoE(config, SIZE) if gated else LatentMoE(config, SIZE, bias=False)
     random_weights(exact, 5)
     layer = copy.deepcopy(exact).to(DEVICE, DTYPE)
     layer.gate.e_score_correction_bias.data = torch.zeros(EXPERTS, device=DEVICE)

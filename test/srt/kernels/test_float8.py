@@ -24,7 +24,7 @@ from mamba_eagle.kernels.relu_squared.naive import relu_squared
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
 
 test_in_the_interpreter = all_in_the_interpreter(
-    "test_four_bit.py", "test_few_bit_products.py", "test_one_shot_sum.py"
+    "test_four_bit.py", "test_few_bit_products.py", "test_one_shot_sum.py", "test_peer_copy.py"
 )
 EPS = 1e-5
 

@@ -183,7 +183,7 @@ def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [TRITON])
-@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 64, 200])
 @pytest.mark.parametrize("floats", [True, False], ids=["nvfp4", "int4"])
 def test_products_at_real_sizes(form: str, tokens: int, floats: bool) -> None:
     from mamba_eagle.kernels.four_bit import gluon, triton

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.ngram_index import NgramIndex
+from mamba_eagle.drafting.ngram import NgramIndex
 from mamba_eagle.drafting.ngram_trie import (
     CHILD,
     COUNT,

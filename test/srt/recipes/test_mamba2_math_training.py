@@ -26,7 +26,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config, read_model_config
 from mamba_eagle.train.initial_weights import initialize
-from mamba_eagle.train.loop_parts import make_optimizer
+from mamba_eagle.train.trainer import make_optimizer
 
 LENGTH = 96
 SMALL = ["--batch-rows", "2", "--length", str(LENGTH), "--workers", "1", "--device", "cpu"]

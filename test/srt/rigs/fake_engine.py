@@ -106,8 +106,6 @@ class FakeEngine:
             "context_length": 64,
             "vocab_size": vocab_size,
             "eos_token_ids": [2],
-            "scheduler_pid": 1,
-            "runner_pid": 2,
         }
         self._out.send(Ready(**{**values, **ready}))
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -200,7 +198,6 @@ class FakeEngine:
                     rid=rid,
                     token_ids=now,
                     finish=None if rest else finish,
-                    prompt_tokens=len(request.token_ids),
                     cached_tokens=1,
                     verify_steps=1,
                     accepted_drafts=len(now) - 1 if now else 0,

@@ -165,7 +165,6 @@ class FakeRunner:
             context_length=context,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
-            pid=0,
             max_journals=journals,
             journal_rows=journal_rows,
             moves_anchors=moves_anchors,

@@ -99,13 +99,16 @@ def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: s
     assert config.problems() == [problem]
 
 
-def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight bits for EAGLE, and all unless something else is set."""
+def test_drafts_on_a_cpu_are_chains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight bits for EAGLE, four with AVX2 alone, and all unless something else is set."""
 
     def drafts(**given: object) -> tuple[str, str]:
         config = resolve(ServerConfig(**given))
         return config.tree_shape.name, config.speculative_draft_model_quantization
 
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx,+avx2,+fma,-avx512vnni")
+    assert drafts(device="cpu") == ("1x5x6", "int4")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+avx512f,+avx512vnni")
     assert drafts(device="cpu") == ("1x5x6", "int8")
     assert drafts(device="cpu", speculative_eagle_topk=4) == ("4x5x8", "int8")
     assert drafts(device="cpu", speculative_algorithm="MTP") == ("1x5x6", "same")
@@ -130,7 +133,7 @@ def test_defaults_have_no_problems() -> None:
         {"mamba_ssm_dtype": "bfloat16"},
         {"mamba_verify_mode": "snapshot"},
         {"kv_cache_dtype": "fp8_e4m3"},
-        {"tp_size": 2},
+        {"pp_size": 2},
         {"max_loras": 2},
     ],
     ids=lambda given: next(iter(given)),

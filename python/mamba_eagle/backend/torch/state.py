@@ -129,7 +129,12 @@ class TorchDeferred(TorchScheme):
 
     def begin(self, slots: Tensor, tree: Tree) -> TorchLayout:
         T = tree.tokens.shape[1]
-        self._fold_crowded(slots, T)
+        # the same limit for trees of all sizes: with small trees, rarer folds would gain less than
+        # longer journals would cost
+        max_journal = self.size.rows - max(T, self.size.nodes) - self.size.spare
+        crowded = self.rows.journal_len[slots] > max_journal
+        if bool(crowded.any()):
+            self._fold(slots[crowded])
         nodes = self._nodes(slots, self._free_rows(slots, T), tree.parents)
         return self._derived(nodes, tree.ancestors)
 
@@ -172,14 +177,6 @@ class TorchDeferred(TorchScheme):
         is_used = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
         is_used.scatter_(1, used_rows, 1)
         return is_used[:, :W].argsort(dim=1, stable=True)[:, :count]
-
-    def _fold_crowded(self, slots: Tensor, nodes: int) -> None:
-        # the same limit for trees of all sizes: with small trees, rarer folds would gain less than
-        # longer journals would cost
-        max_journal = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
-        crowded = self.rows.journal_len[slots] > max_journal
-        if bool(crowded.any()):
-            self._fold(slots[crowded])
 
     def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
         i, nodes = layer.index, layout.nodes

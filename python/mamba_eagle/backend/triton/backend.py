@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts and norms where it is installed."""
+"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts where it is installed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mamba_eagle.backend.attention import (
     TreeNodes,
 )
 from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pending import PendingEntries, Taken
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
@@ -25,17 +26,17 @@ from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
-from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaScan, TorchScan
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
-from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
-from mamba_eagle.backend.triton.pending import TritonPendingEntries
+from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.backend.triton.prefill import PlannedPrefill, TritonPrefillContext
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.accept.triton_pending import append_pending, rows_of, take_pending
 from mamba_eagle.kernels.best_token import triton as best_token
+from mamba_eagle.kernels.draft_tree.triton import Grown, Lanes, expand, select
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling.triton_counts import count_tokens
@@ -50,8 +51,64 @@ from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
-from mamba_eagle.tree.candidates import Candidates
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.tree.candidates import Candidates, Frontier
+from mamba_eagle.tree.tree import Tree, single_node_tree
+
+
+class TritonPendingEntries(PendingEntries):
+    def take(self, slots: Tensor, counts: Tensor | None, longest: int) -> Taken:
+        b, table = len(slots), self.table
+        nodes, tokens, own, positions = (slots.new_empty(b, longest) for _ in range(4))
+        finished = torch.empty(b, dtype=torch.bool, device=slots.device)
+        accepted = Truncated(nodes, tokens, slots.new_empty(b), finished)
+        taken = Taken(accepted, slots.new_empty(b), own, positions)
+        tables = (table.remaining, self.processed, self.pending, self.tokens, table.kv_slots)
+        take_pending(slots, counts, *tables, self.padding_slot, *accepted, *taken[1:])
+        return taken
+
+    def _rows_of(self, features: Tensor, nodes: Tensor) -> Tensor:
+        return rows_of(features, nodes)
+
+    def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
+        new = (accepted.tokens, accepted.count, entries)
+        append_pending(slots, *new, self.tokens, self.features, self.pending)
+
+
+class TritonCandidates(Candidates):
+    """Candidates in buffers with room for ``depth`` expansions."""
+
+    def __init__(self, roots: Tensor, topk: int, depth: int) -> None:
+        self.roots, self.topk = roots.unsqueeze(1), topk
+        self._seen, self._depth = 1, 0
+        self._lanes: Lanes | None = None
+        shape = (len(roots), 1 + topk + (depth - 1) * topk * topk)
+        self._grown = Grown(
+            tokens=roots.new_empty(shape),
+            parents=roots.new_empty(shape),
+            scores=torch.empty(shape, device=roots.device),
+        )
+
+    def expand(self, best: TopTokens) -> Frontier:
+        self._lanes = lanes = expand(*best, self.roots, self._lanes, self._grown, self._seen)
+        self._seen += best.tokens[0].numel()
+        self._depth += 1
+        return Frontier(lanes.tokens, lanes.lanes, lanes.scores)
+
+    def select(self, num_nodes: int) -> Tree:
+        self._check(num_nodes)
+        if not self._depth:
+            return single_node_tree(self.roots[:, 0])
+        shape, device = (len(self.roots), num_nodes), self.roots.device
+        tree = Tree(
+            tokens=self.roots.new_empty(shape),
+            parents=self.roots.new_empty(shape),
+            depths=self.roots.new_empty(shape),
+            ancestors=torch.empty(*shape, num_nodes, dtype=torch.bool, device=device),
+            scores=torch.empty(shape, device=device),
+        )
+        select(self._grown, self._seen, self.topk, self._depth, *tree)
+        return tree
+
 
 MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
 Scheme: TypeAlias = type[TritonDeferred] | type[TritonSnapshot]
@@ -75,7 +132,7 @@ class TritonBackend(Backend):
     prompts: type[PlannedPrefill] = TritonPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
-        super().__init__(place, dtype, FlashInferOps() if flashinfer else TritonOps())
+        super().__init__(place, dtype, TritonOps())
         self.flashinfer = flashinfer
         self.builds: KernelBuilds | None = None
 

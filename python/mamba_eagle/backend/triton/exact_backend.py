@@ -47,15 +47,17 @@ class ExactBackend(TritonBackend):
         return f"{super().description}, the same bits however a token is served"
 
     def inexact(self, model: ModelConfig) -> list[str]:
-        recurrence = model.recurrence
+        recurrence, attention = model.recurrence, model.attention
+        groups = getattr(recurrence, "norm_groups", None)
         wrong = {
             "recurrent layers that are neither Mamba2's nor gated DeltaNet's, or of odd sizes": (
                 recurrence is not None
                 and not sizes_supported(recurrence)
                 and not exact_delta_supported(recurrence)
             ),
-            "latent attention": model.attention is not None and model.attention.latent is not None,
+            "latent attention": attention is not None and attention.latent is not None,
             "experts in groups": model.moe is not None and model.moe.num_groups > 1,
+            "norms that ranks share": groups is not None,
         }
         return [
             f"--exact: {model.model_type} has {what}, whose sums have no fixed order yet; leave "

@@ -23,6 +23,7 @@ MULTIPLE = 16  # rows and columns of a float8 product
 BLOCK = 128  # columns of a block that the kernel supports
 # Up to this many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
+FEW_TOKENS_OF_FOUR_BITS = 512
 # What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
 # kernel, longer for a matrix of many rows, whose sums it need not split; then cuBLASLt with sums
 # that are scaled in a kernel of their own; then row scales within the library.
@@ -140,7 +141,7 @@ class FourBitProduct(PackedProduct):
     dequantized each time, which takes little beside their product."""
 
     few_bits = True
-    sizes = (8, 16, 32, FEW_TOKENS, FEW_TOKENS + 1)
+    sizes = (8, 16, 32, 64, 128, 256, FEW_TOKENS_OF_FOUR_BITS, FEW_TOKENS_OF_FOUR_BITS + 1)
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
         outputs, inputs = matrix.shape
@@ -160,6 +161,6 @@ class FourBitProduct(PackedProduct):
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        if len(x) <= FEW_TOKENS:
+        if len(x) <= FEW_TOKENS_OF_FOUR_BITS:
             return few_tokens.product(x, self.weight, bias)
         return F.linear(x, four_bit.dequantize(self.weight), bias)

@@ -446,15 +446,27 @@ EVEN = 0.84  # share of the multiprocessors' time that equal programs must fill
 
 
 def choose_config(n: int, rows: int, columns: int) -> Config:
-    """For a weight [rows, columns] and n tokens."""
-    tokens = min(64, max(8, triton.next_power_of_2(n)))
+    """For a weight [rows, columns] and n tokens; measured on Hopper."""
+    tokens = min(256, max(8, triton.next_power_of_2(n)))
     if tokens == 8:
         shape = Config(32, tokens, 32, 4, 1, 4, 3, ahead=8, registers=96)
-    else:
+    elif tokens == 16:
         shape = Config(64, tokens, 32, 1, 1, 4, 4, ahead=8, apart=True)
-    tiles = triton.cdiv(rows, shape.rows)
+    elif tokens == 32:
+        shape = Config(64, tokens, 64, 1, 1, 4, 3, ahead=8, apart=True)
+    else:
+        shape = Config(128, tokens, 32, 1, 1, 8, 2 if tokens == 128 else 3, ahead=8, apart=True)
+    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, tokens)
+    if tokens > 32 and tiles >= PROCESSORS:
+        return shape  # what evens out programs is less than what their shares' sums cost
     iterations = triton.cdiv(columns, UNIT * shape.units * shape.slices)
-    return shape._replace(splits=_splits(tiles, iterations // 3))
+    splits = _splits(tiles, iterations // 3)
+    if tiles * splits <= PROCESSORS:  # a program alone on a multiprocessor has more in flight
+        if tokens == 64:
+            shape = shape._replace(units=64)
+        elif tokens == 128:
+            shape = shape._replace(stages=4)
+    return shape._replace(splits=splits)
 
 
 def _splits(tiles: int, largest: int) -> int:

@@ -11,16 +11,20 @@ log = logging.getLogger("mamba_eagle.parallel")
 
 @contextlib.contextmanager
 def ends_within(
-    seconds: float, what: str, leave: Callable[[int], object] = os._exit
+    seconds: float,
+    what: str,
+    leave: Callable[[int], object] = os._exit,
+    remedy: str = "--all-reduce nccl",
 ) -> Iterator[None]:
     """Ends the process if ``what`` takes longer; the other ranks then end, too. leave: how."""
 
     def give_up() -> None:
         log.critical(
             "%s have not come to an end within %g s, since ranks wait for each other; start with "
-            "--all-reduce nccl",
+            "%s",
             what,
             seconds,
+            remedy,
         )
         leave(1)
 

@@ -52,3 +52,24 @@ class PushedSum(FusedSum, JoinedSum):
 
     def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
         return NormedSum(self._sum_norm(stream, added, weight, eps, self.peers), stream)
+
+
+class OrderedSum(JoinedSum):
+    """The same without the norm, which reads a sum before it is rounded: bits of ``sum_in_order``,
+    for any number of tokens."""
+
+    name = "pushed, in order"
+
+    def __init__(self, pushed: PushedSum) -> None:
+        self.pushed = pushed
+
+    @classmethod
+    def why_not(cls, site: Site) -> str:
+        return PushedSum.why_not(site)
+
+    @classmethod
+    def join(cls, site: Site) -> OrderedSum:
+        return cls(PushedSum.join(site))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.pushed.sum(x)

@@ -90,7 +90,7 @@ class DecodeStep:
         # what runs the target in place of its layers, one by one, and the scheme
         self.program = self._program(adapted=False)
         self.adapted_program = self._program(adapted=True) if adapters.num_slots else None
-        self.forced_length: float | None = None  # mean acceptance length to simulate
+        self.forced_length: float | Tensor | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def _program(self, adapted: bool) -> StepProgram | None:
@@ -99,7 +99,7 @@ class DecodeStep:
             return None
         return self.backend.step_program(target, self.kv, self.table, self.scheme, adapted)
 
-    def simulate(self, length: float) -> None:
+    def simulate(self, length: float | Tensor) -> None:
         """Accept ``length`` nodes on average, whatever the target's tokens are."""
         self.forced_length = length
         self.drafter.draft_whole_trees()
@@ -273,10 +273,15 @@ class EagerRun:
             tree = self.step.draft(*inputs, lambda tree: constraints.reshape(slots, tree, depth))
         else:
             tree = self.step.draft(*inputs)
+        if self.part.shape != PLAIN:
+            self.step.chooser.relay(tree)
         kv_slots = self.kv_slots
         if (drafted := tree.tokens.shape[1]) < kv_slots.shape[1]:
             kv_slots = kv_slots[:, :drafted].contiguous()
         return Drafted(tree, kv_slots)
+
+    def resume(self) -> None:
+        """Before anything of this step is read, since others may have been executed meanwhile."""
 
     def verify(self, drafted: Drafted) -> Verified:
         """Run the target on the drafted trees."""

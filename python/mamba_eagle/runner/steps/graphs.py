@@ -12,18 +12,23 @@ and a KV slot which no real request ever gets, so padding does not affect any re
     inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → outcome
     inputs → [ draft ] → [ verify ] → masks, sampler → …                        with a grammar
 
+With pipeline stages the same, and messages between graphs. Other steps may be executed between the
+parts of a step there: what it has in the graphs' memory is then saved, and comes back before its
+next part (``GraphedSteps.occupy``).
+
 The middle one is left out, and operations are launched one by one, where the backend does not
 sample in kernels, or where somebody else has chosen the tokens. The graphs of a kind run back to
-back, so all graphs share one memory pool.
+back, or as if they did, so all graphs share one memory pool.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +36,7 @@ from torch import Tensor
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
+from mamba_eagle.parallel.groups import Window
 from mamba_eagle.runner.sampling_state import BatchNoise
 from mamba_eagle.runner.steps.decode_step import Committed, DecodeStep, Drafted, Verified
 from mamba_eagle.tree.tree import Tree, empty_trees
@@ -47,8 +53,8 @@ class Kind(NamedTuple):
     adapted: bool  # some request has an adapter
     drafter_commits: bool
     stop_tokens: int  # width of the stop token table, which may grow
-    # draft and verify are two graphs, between which trees are sent to the host: it makes the
-    # masks of grammars while the device verifies
+    # draft and verify are two graphs, between which trees are sent to the host, which makes the
+    # masks of grammars while the device verifies, or to other stages
     apart: bool = False
 
 
@@ -59,6 +65,22 @@ def batch_ladder(max_batch: int) -> list[int]:
     sizes += range(80, 161, 16)
     sizes += range(192, max(max_batch, 192) + 32, 32)
     return sorted({max_batch, *(size for size in sizes if size < max_batch)}, reverse=True)
+
+
+def memory_of(parts: Any) -> list[Tensor]:
+    """The memory of all tensors in nested tuples, each once, [bytes] uint8. Tensors may be views
+    that overlap."""
+    found: dict[int, Tensor] = {}
+    waiting = [parts]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, tuple):
+            waiting += part
+        elif part is not None and (x := torch.as_tensor(part)).numel():
+            memory = x.untyped_storage()
+            empty = torch.empty(0, dtype=torch.uint8, device=x.device)
+            found[memory.data_ptr()] = empty.set_(memory)
+    return list(found.values())
 
 
 class Replayable(Protocol):
@@ -76,22 +98,49 @@ class GraphedRun:
 
     def __init__(self, graph: _Graph, batch: DecodeBatch, part: StepPart) -> None:
         self.graph, self.batch, self.part, self.b = graph, batch, part, len(batch.slots)
+        self.graphs, self.chooser = graph.graphs, graph.step.chooser
+        self.memory: list[Tensor] = []  # what a later part needs of the graphs' memory
+        self.saved: list[Tensor] = []
+        self.has_verified = False
         self.samples = graph.samples  # ``commit`` needs no tokens
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
     def draft(self) -> Drafted:
         """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
+        self.graphs.occupy(self)
         if self.graph.kind.apart:
             self.graph.load(self.batch, self.part)
             self.graph.draft.replay()
+            if self.part.shape != PLAIN:
+                self.chooser.relay(self.graph.verified.tree)
         return Drafted(self.verified.tree, self.graph.kv_slots[: self.b])
+
+    def resume(self) -> None:
+        """Before anything of this step is read, since others may have been executed meanwhile."""
+        self.graphs.occupy(self)
+
+    def leave(self) -> None:
+        """Other steps are executed before the next part of this one."""
+        self.memory = self.graph.memory(self.has_verified)
+        self.saved = [torch.empty_like(part) for part in self.memory]
+        torch._foreach_copy_(self.saved, self.memory)
+
+    def come_back(self) -> None:
+        if self.saved:
+            torch._foreach_copy_(self.memory, self.saved)
 
     def verify(self, drafted: Drafted) -> Verified:
         """Run the target on the trees, which are where the graph has them."""
-        if not self.graph.kind.apart:
-            self.graph.load(self.batch, self.part)
-        self.graph.verify.replay()
+        graph, stages = self.graph, self.chooser.stages
+        if not graph.kind.apart:
+            graph.load(self.batch, self.part)
+        if graph.arrives is not None:
+            graph.arrives.copy_(stages.take(graph.arrives))
+        graph.verify.replay()
+        if graph.leaves is not None:
+            stages.hand_on(graph.leaves.clone())
+        self.has_verified = True
         return self.verified
 
     def commit(self, drafted: Drafted, verified: Verified, target: Tensor | None) -> Committed:
@@ -101,7 +150,9 @@ class GraphedRun:
             self.graph.target[: self.b] = target
         else:
             self.graph.sample.replay()
+            self.chooser.tell(self.graph.target[: self.b])
         self.graph.commit.replay()
+        self.graphs.occupant = None
         committed = self.graph.committed.first(self.b)
         counted = self.graph.counts
         step = self.graph.step
@@ -114,7 +165,7 @@ class _Graph:
 
     def __init__(self, kind: Kind, part: StepPart, graphs: GraphedSteps) -> None:
         """part: the drafter's part in all steps of this kind."""
-        self.kind, self.part, self.step = kind, part, graphs.step
+        self.kind, self.part, self.step, self.graphs = kind, part, graphs.step, graphs
         self.place = graphs.place
         step = self.step
         self.samples = step.chooser.samples_in_graphs(kind.sampled)
@@ -131,10 +182,9 @@ class _Graph:
             self.tree = empty_trees(kind.batch, kind.shape.nodes, self.place.device)
 
         # Compiles kernels; runs on padding alone. Stages may differ in which kinds of steps they
-        # have: what is captured exchanges something only when it is repeated.
-        with step.chooser.stages.quiet():
-            for work in self.works():
-                work()
+        # have: they exchange nothing here.
+        for work in self.works():
+            work()
         if kind.apart:
             self.draft = graphs.record(self._draft)
             self.verify = graphs.record(self._verify)
@@ -168,9 +218,12 @@ class _Graph:
 
     def _verify(self) -> None:
         assert self.drafted is not None
-        self.verified = self.step.verify(
-            self.slots, self.kv_slots, self.drafted, self.kind.adapted, self.logits
-        )
+        window = self.graphs.window
+        with self.step.chooser.stages.through(window):
+            self.verified = self.step.verify(
+                self.slots, self.kv_slots, self.drafted, self.kind.adapted, self.logits
+            )
+        self.arrives, self.leaves = window.arrives, window.leaves
 
     def _draft_and_verify(self) -> None:
         self._draft()
@@ -186,6 +239,18 @@ class _Graph:
         if self.counts:
             accepted = self.committed.accepted
             self.step.sampling.count(self.slots, accepted.tokens, accepted.count)
+
+    def memory(self, has_verified: bool) -> list[Tensor]:
+        """What a step needs after it has drafted, or verified, each [bytes] uint8."""
+        return self._after_verify if has_verified else self._after_draft
+
+    @functools.cached_property
+    def _after_draft(self) -> list[Tensor]:
+        return memory_of((self.slots, self.kv_slots, self.verified.tree))
+
+    @functools.cached_property
+    def _after_verify(self) -> list[Tensor]:
+        return memory_of((self.slots, self.kv_slots, self.verified))
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:
         """Copy the inputs to the device, with the trees if the host drafts them."""
@@ -237,6 +302,8 @@ class GraphedSteps:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Kind, _Graph] = {}
+        self.window = Window()
+        self.occupant: GraphedRun | None = None  # whose results are in the graphs' memory
         self.catching_up: dict[int, _CatchUp] = {}  # by batch size
         self.num_bytes = self.logits.nbytes
 
@@ -287,13 +354,28 @@ class GraphedSteps:
             adapted,
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
-            shape != PLAIN and self.step.constraints.any(slots),
+            self._apart(slots, shape),
         )
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, part, self)
         return self.graphs[kind], part
 
+    def _apart(self, slots: list[int], shape: TreeShape) -> bool:
+        has_grammar = shape != PLAIN and self.step.constraints.any(slots)
+        return has_grammar or self.step.chooser.stages.size > 1
+
+    def occupy(self, run: GraphedRun | None) -> None:
+        """Before a part of ``run``, or of no step, is executed."""
+        if run is self.occupant:
+            return
+        if self.occupant is not None:
+            self.occupant.leave()
+        if run is not None:
+            run.come_back()
+        self.occupant = run
+
     def _catch_up(self, slots: Sequence[int]) -> None:
+        self.occupy(None)
         if not self.step.drafter.on_device:
             self.step.drafter.catch_up(self.place.to_device(slots))
             return

@@ -8,7 +8,7 @@ from mamba_eagle.limits import MAX_MODEL_LENGTH
 from mamba_eagle.message import LoadAdapter, UnloadAdapter
 from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, needs, takes
+from mamba_eagle.server.bodies.kinds import Body, needs, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
 

@@ -19,10 +19,9 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_EMBEDDINGS
 from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
-from mamba_eagle.server.bodies.served import Job, Named
+from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest, Sample
@@ -68,18 +67,15 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[Embeddin
     rid = body.rid or f"embd-{uuid.uuid4().hex}"
     ids = state.prompts.any(body.input, "input")
     names = [rid] if len(ids) == 1 else [f"{rid}_{number}" for number in range(len(ids))]
-    schedule = body.schedule(state.config)
     prompts = [
         PromptRequest(
             rid=name,
             token_ids=prompt,
             sampling=SamplingParams(max_new_tokens=0, temperature=0.0),
             seed=0,
-            sample_rids=[name],
             pooling=state.config.pooling_method,
             adapter=state.adapter_of(body.model),
-            cache=body.cache_hints(len(prompt)),
-            **schedule,
+            **body.wishes(state.config, len(prompt)),
         )
         for name, prompt in zip(names, ids)
     ]

@@ -3,6 +3,7 @@ another one."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -16,20 +17,25 @@ from mamba_eagle.message import ExportPrefix, ImportPrefix
 from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
 from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.apis.sse import wait_for_success
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.remote_reads import TransportError
 from mamba_eagle.server.state import ServerState
 
 MOVE_SECONDS = 600.0
+NIXL = "nixl"  # the other transport
+OFFER_POLL_SECONDS = 0.2
 router = APIRouter()
 
 
 @router.post("/export_prefix", openapi_extra=takes(GenerateBody))
 async def export_prefix(request: Request) -> Response:
     """Runs the prompt of a /generate body, without an output, and answers with what the cache has
-    of it, for /import_prefix. Takes the admin key, unless the server has none and listens to its
-    own machine alone."""
-    state = trusted(request)
+    of it, for /import_prefix; with ?transport=nixl, with how to read that from its memory. Takes
+    the admin key, unless the server has none and listens to its own machine alone."""
+    state, transport = trusted(request), request.query_params.get("transport", "")
+    if transport not in ("", NIXL):
+        raise RequestError.about("transport", transport, f"must be {NIXL}, or left out")
     job = await state.read(request, parse_generate)
     prompt, *others = job.prompts
     if others or prompt.n > 1 or prompt.adapter:
@@ -47,6 +53,8 @@ async def export_prefix(request: Request) -> Response:
         path.unlink(missing_ok=True)
         raise
     headers = {"x-prefix-tokens": str(reply.tokens)}
+    if transport == NIXL:
+        return await _offer(state, path, headers)
     kind = "application/octet-stream"
     return FileResponse(path, media_type=kind, headers=headers, background=remove)
 
@@ -64,10 +72,40 @@ async def import_prefix(request: Request) -> Response:
                 file.write(part)
                 if file.tell() > state.config.host_cache_bytes:
                     raise RequestError("it is larger than --host-cache-gb", 413)
+        if request.headers.get("content-type") == "application/json":
+            await _take(state, path)
         reply = await answered(state.manager.ask(ImportPrefix(path=str(path)), MOVE_SECONDS))
     finally:
         path.unlink(missing_ok=True)
     return json_response({"success": True, "tokens": reply.tokens})
+
+
+async def _offer(state: ServerState, path: Path, headers: dict[str, str]) -> Response:
+    """How to read the file from this server's memory, where it stays until it was read."""
+    reads = state.remote_reads
+    try:
+        content = await asyncio.to_thread(reads.offer, path)
+    except (OSError, TransportError) as error:
+        raise RequestError(str(error)) from error
+    finally:
+        path.unlink(missing_ok=True)
+
+    async def wait() -> None:
+        while not await asyncio.to_thread(reads.withdraw):
+            await asyncio.sleep(OFFER_POLL_SECONDS)
+
+    if state.withdrawing is None or state.withdrawing.done():
+        state.withdrawing = asyncio.create_task(wait())
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _take(state: ServerState, path: Path) -> None:
+    """The file that ``path`` says how to read takes its place."""
+    offered, most = path.read_bytes(), state.config.host_cache_bytes
+    try:
+        await asyncio.to_thread(state.remote_reads.take, offered, path, most)
+    except (OSError, TransportError) as error:
+        raise RequestError(str(error)) from error
 
 
 def _need_tier(state: ServerState) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import FileResponse
 from starlette.routing import BaseRoute
 
 from mamba_eagle import __version__
-from mamba_eagle.server.bodies.model import Body, Schema, described, takes
+from mamba_eagle.server.bodies.kinds import Body, Schema, described, takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import server_state
 

@@ -14,10 +14,9 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
 from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.demand import check_demand
-from mamba_eagle.server.bodies.model import Flag, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
-from mamba_eagle.server.bodies.served import Job, Named
+from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -93,19 +92,18 @@ def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:
     items = _items(body, state)
     labels = _labels(body.label_token_ids, state, len(items))
     state.limit_samples(len(items), len(items))
+    adapter = state.adapter_of(body.model)
     rid = body.rid or f"score-{uuid.uuid4().hex}"
-    shared = body.schedule(state.config) | {"adapter": state.adapter_of(body.model)}
     prompts = [
         PromptRequest(
             rid=f"{rid}_{number}",
             token_ids=ids,
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
             seed=0,
-            sample_rids=[f"{rid}_{number}"],
             return_logprob=True,
             token_ids_logprob=own,
-            cache=body.cache_hints(len(ids)),
-            **shared,
+            adapter=adapter,
+            **body.wishes(state.config, len(ids)),
         )
         for number, (ids, own) in enumerate(zip(items, labels))
     ]

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.limits import MAX_DETOKENIZED_IDS, MAX_PROMPTS
 from mamba_eagle.server.apis.openai.chat_body import Rendered, render_chat
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.json_list import JsonList

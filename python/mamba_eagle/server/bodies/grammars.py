@@ -34,8 +34,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammar_trials import Judge
-from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
-from mamba_eagle.server.bodies.model import Body, Flag, Text, says
+from mamba_eagle.server.bodies.kinds import Body, Flag, Text, refuse_half_pairs, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.text import TextTokenizer
 

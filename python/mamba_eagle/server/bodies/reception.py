@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY, MAX_TIMEOUT
 from mamba_eagle.server.bodies.grammars import Untried
-from mamba_eagle.server.bodies.model import accepts_unknown
+from mamba_eagle.server.bodies.kinds import accepts_unknown
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.disconnect import unless_gone
 from mamba_eagle.server.http.json_body import decode_object
@@ -59,11 +59,13 @@ class Bodies:
     async def read(
         self,
         request: Request,
-        understand: Callable[[dict[str, Any]], T],
+        understand: Callable[..., T],
+        *given: Any,
         max_size: int = 0,
         is_chat: bool = False,
     ) -> T:
-        """What ``understand`` makes of the body, off the event loop if the body is long.
+        """What ``understand`` makes of the body and what is ``given`` with it, off the event loop
+        if the body is long.
 
         max_size: of this route, if it is less than the server's. is_chat: off the event loop in
         any case, among those that may take long.
@@ -78,7 +80,7 @@ class Bodies:
                 values = decode_object(body)
                 timeouts[1:] = [values.get("timeout")]
                 accepts_unknown.set(self.allow_unknown_fields)
-                return understand(values)
+                return understand(values, *given)
 
             while True:
                 try:
@@ -146,16 +148,13 @@ class _Reception:
         if self._refusal is None:
             self._refusal = self._too_much(len(part))
         if self._refusal is not None:
-            self._give_back()
+            self._parts.clear()
+            self.bodies.held -= self.held
+            self.held = 0
             return
         self._parts.append(part)
         self.held += len(part)
         self.bodies.held += len(part)
-
-    def _give_back(self) -> None:
-        self._parts.clear()
-        self.bodies.held -= self.held
-        self.held = 0
 
     def _too_much(self, more: int) -> RequestError | None:
         if self.held + more > self.max_size:

@@ -18,7 +18,7 @@ from mamba_eagle.limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.bodies.prompts import PromptReader
 from mamba_eagle.server.errors import RequestError
 

@@ -1,21 +1,29 @@
-"""What every route that runs prompts takes: when to serve them, what the prefix cache is to do."""
+"""What every route that runs prompts takes: when to serve them, what the prefix cache is to do; and
+bounds on products: a small body may ask for much work, memory or output."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from mamba_eagle.config import ServerConfig
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import (
     MAX_CACHE_SALT,
     MAX_CHECKPOINTS,
+    MAX_HIDDEN_STATES,
+    MAX_INPUT_LOGPROBS,
+    MAX_LOGPROBS,
     MAX_MODEL_LENGTH,
     MAX_PIN_SECONDS,
     MAX_PRIORITY,
+    MAX_PROMPT_TOKENS,
     MAX_RID_LENGTH,
     MAX_TIMEOUT,
+    MAX_TOKEN_ENTRIES,
 )
 from mamba_eagle.message import CacheHints
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.sample import PromptRequest
 
@@ -51,12 +59,12 @@ class Served(Body):
     )
     checkpoint: Annotated[list[int], POSITIONS] = says("where the prompt's state is kept", [])
 
-    def schedule(self, config: ServerConfig) -> dict[str, Any]:
-        """The fields of a PromptRequest that say when.
+    def wishes(self, config: ServerConfig, prompt_len: int) -> dict[str, Any]:
+        """The fields of a PromptRequest that say when it is served, and what the cache is to do.
+        ``checkpoint`` counts tokens of the prompt; of a list of prompts it counts for each.
 
         Raises: RequestError 400
         """
-        given = [limit for limit in (self.timeout, config.request_timeout) if limit > 0]
         if self.priority and config.schedule_policy != "priority":
             raise RequestError.about(
                 "priority",
@@ -64,13 +72,6 @@ class Served(Body):
                 "this server does not order requests by priority: leave it out, or start the "
                 "server with --schedule-policy priority",
             )
-        return {"timeout": min(given, default=0.0), "priority": self.priority}
-
-    def cache_hints(self, prompt_len: int) -> CacheHints:
-        """``checkpoint`` counts tokens of the prompt; of a list of prompts it counts for each.
-
-        Raises: RequestError 400
-        """
         positions = self.checkpoint
         if not all(0 < position < prompt_len for position in positions):
             raise RequestError.about(
@@ -79,12 +80,14 @@ class Served(Body):
                 f"each must be between 1 and {prompt_len - 1}: the prompt has {prompt_len} tokens, "
                 "and the last one is always run",
             )
-        return CacheHints(
+        given = [limit for limit in (self.timeout, config.request_timeout) if limit > 0]
+        cache = CacheHints(
             salt=self.cache_salt,
             pin_seconds=self.pin_seconds,
             positions=sorted(set(positions)),
             session=self.session_id,
         )
+        return {"timeout": min(given, default=0.0), "priority": self.priority, "cache": cache}
 
 
 class Named(Served):
@@ -105,3 +108,79 @@ class Job(Generic[B]):
     rid: str
     prompts: list[PromptRequest]
     model: str = ""
+
+
+NAMES: Mapping[str, str] = {"top": "top_logprobs_num", "output": "max_new_tokens"}
+
+
+def check_demand(
+    prompts: Sequence[PromptRequest], context_length: int, names: Mapping[str, str] = NAMES
+) -> None:
+    """names: what the route calls the number of best tokens and the limit of the output.
+
+    Raises: RequestError 400
+    """
+    carried = sum(prompt.n * len(prompt.token_ids) for prompt in prompts)
+    if carried > MAX_PROMPT_TOKENS:
+        raise RequestError(
+            f"n: {len(prompts)} prompts and their samples carry {carried} tokens together, more "
+            f"than the limit of {MAX_PROMPT_TOKENS}: send fewer prompts, or a lower n",
+            param="n",
+        )
+    entries = sum(prompt.n * _entries(prompt.sampling) for prompt in prompts)
+    if entries > MAX_TOKEN_ENTRIES:
+        raise RequestError(
+            f"logit_bias, stop_token_ids, allowed_token_ids, bad_words: all samples have {entries} "
+            f"entries together, more than the limit of {MAX_TOKEN_ENTRIES}: send fewer, or a "
+            "lower n",
+            param="logit_bias",
+        )
+    states = sum(p.n * _output(p, context_length) for p in prompts if p.return_hidden_states)
+    if states > MAX_HIDDEN_STATES:
+        raise RequestError(
+            f"return_hidden_states: all samples have up to {states} tokens together, more than the "
+            f"limit of {MAX_HIDDEN_STATES}: lower max_new_tokens or n",
+            param="return_hidden_states",
+        )
+    _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
+
+
+def _output(prompt: PromptRequest, context_length: int) -> int:
+    """The most tokens that a sample can have."""
+    return min(prompt.sampling.max_new_tokens, context_length - len(prompt.token_ids))
+
+
+def _entries(sampling: SamplingParams) -> int:
+    lists = (sampling.logit_bias, sampling.stop_token_ids, sampling.allowed_token_ids)
+    return sum(map(len, (*lists, *sampling.bad_word_ids)))
+
+
+def _check_logprobs(
+    prompts: Sequence[PromptRequest], context_length: int, names: Mapping[str, str]
+) -> None:
+    top, output = names["top"], names["output"]
+    total = 0
+    for prompt in prompts:
+        best = 1 + prompt.top_logprobs + len(prompt.token_ids_logprob)
+        length = len(prompt.token_ids)
+        wanted = (length - prompt.logprob_start) * best if prompt.logprob_start >= 0 else 0
+        if wanted > MAX_INPUT_LOGPROBS:
+            raise RequestError(
+                f"logprobs of a prompt: {length - max(prompt.logprob_start, 0)} positions with "
+                f"{best} each are {wanted}, more than the limit of {MAX_INPUT_LOGPROBS}: ask for "
+                f"fewer positions (logprob_start_len) or a lower {top}",
+                param=top,
+            )
+        total += prompt.n * (wanted + _output(prompt, context_length) * best)
+    if total > MAX_LOGPROBS:
+        raise RequestError(
+            f"{top}: tokens of all samples with their best ones are up to {total} logprobs, more "
+            f"than the limit of {MAX_LOGPROBS}: lower {top}, {output} or n",
+            param=top,
+        )
+
+
+def fitting_output(n: int, top: int | None, room: int) -> int:
+    """The longest output, up to ``room``, whose logprobs stay within the limit; for requests that
+    name no length. top None: no logprobs."""
+    return room if top is None else min(room, max(1, MAX_LOGPROBS // (n * (1 + top))))

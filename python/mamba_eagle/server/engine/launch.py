@@ -32,9 +32,8 @@ from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
-from mamba_eagle.server.engine.children import Child, end_children, engine_command
+from mamba_eagle.server.engine.children import Child, Watchdog, end_children, engine_command
 from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
-from mamba_eagle.server.engine.watchdog import Watchdog
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.manager import TokenizerManager

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mamba_eagle.bench.report import Speed, StateMemory
-from mamba_eagle.bench.traffic import FewBits, StepBytes, StepSize, step_bytes, weight_bytes
+from mamba_eagle.bench.report import (
+    FewBits,
+    Speed,
+    StateMemory,
+    StepBytes,
+    StepSize,
+    step_bytes,
+    weight_bytes,
+)
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.quantization.policy import Policy
@@ -116,7 +123,6 @@ def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: 
         context_length=100,
         vocab_size=100,
         eos_token_ids=[],
-        pid=0,
         details={"device": device, "checkpoint_bytes": slots * 10**6, "verify_bytes": slots * 500},
     )
     state = StateMemory.of(ready)

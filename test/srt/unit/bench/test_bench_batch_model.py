@@ -113,7 +113,7 @@ def test_a_second_batch_is_not_changed_by_the_first(config, prompts) -> None:
 
 
 def test_requests_take_turns_with_dummy_adapters(config, prompts) -> None:
-    from mamba_eagle.bench.adapters import DummyAdapters
+    from mamba_eagle.bench.one_batch import DummyAdapters
     from mamba_eagle.runner.assemble import assemble
 
     config = sized_for(replace(config, max_loras=2), len(prompts), max(PROMPT_LENGTHS) + OUTPUT)

@@ -44,7 +44,6 @@ class CountingRunner:
             context_length=4096,
             vocab_size=VOCABULARY,
             eos_token_ids=[eos],
-            pid=0,
             details={
                 "device": "cpu",
                 "dtype": "float32",

@@ -12,9 +12,9 @@ from server_harness import listening, run, says, serving
 
 from mamba_eagle import explain, explain_cache
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.look import top_nodes
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.cache.slot_pools import top_nodes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 

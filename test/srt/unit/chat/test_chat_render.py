@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 from tiny_tokenizer import byte_level
 
-from mamba_eagle.chat.bounded import OutOfTime, run_bounded
-from mamba_eagle.chat.render import Chat, ChatTemplate, TemplateError, template_source
+from mamba_eagle.chat.render import (
+    Chat,
+    ChatTemplate,
+    OutOfTime,
+    TemplateError,
+    run_bounded,
+    template_source,
+)
 
 USER = {"role": "user", "content": "hi"}
 

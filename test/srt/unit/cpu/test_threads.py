@@ -14,7 +14,7 @@ import torch
 from mamba_eagle.cpu import threads
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.machine_code import numba, prange
-from mamba_eagle.runner.threads import default_threads, usable_cores
+from mamba_eagle.runner.start import default_threads, usable_cores
 
 TINY = 1e-38  # normal; its half is not
 
@@ -93,7 +93,7 @@ def test_small_work_stays_on_one_thread(counts, monkeypatch: pytest.MonkeyPatch)
     "cores, expected", [(1, 1), (2, 1), (4, 3), (8, 7), (16, 14), (64, 32), (128, 32)]
 )
 def test_default_threads(cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mamba_eagle.runner.threads.usable_cores", lambda: cores)
+    monkeypatch.setattr("mamba_eagle.runner.start.usable_cores", lambda: cores)
     assert default_threads() == expected
     assert default_threads(2) == max(1, expected // 2)
 

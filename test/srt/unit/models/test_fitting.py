@@ -14,7 +14,7 @@ from mamba_eagle.models.fitting import least_bytes, refuse_too_large
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 
 
 def empty_model() -> torch.nn.Module:

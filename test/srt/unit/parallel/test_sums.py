@@ -264,10 +264,9 @@ def test_without_gpus_all_of_them_say_what_they_lack(
     three: ThreadRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert chosen(three, *methods_of("auto")).text == "collective"
-    for kind in methods_of("auto"):
+        assert chosen(three, *methods_of("auto", exact=False)).text == "collective"
+    for kind in methods_of("auto", exact=False):
         assert f"sums are not added up by {kind.name}: " in caplog.text
-    assert "in the order of the ranks for (2, 4, 8) of them only" in caplog.text
 
 
 def test_a_cpu_has_gloo_alone(two: ThreadRanks) -> None:
@@ -278,6 +277,22 @@ def test_a_cpu_has_gloo_alone(two: ThreadRanks) -> None:
     assert table("auto").text == table("nccl").text == "collective"
     with pytest.raises(ConfigError, match="--all-reduce symmetric: is for GPUs"):
         table("symmetric")
+
+
+def test_exact_sums_have_the_order_of_the_ranks_whatever_their_size(three: ThreadRanks) -> None:
+    """In float32, rounded once; integers are left to the collective, and so is all without it."""
+    parts = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 257 rounds to 256
+
+    def work(group: ThreadGroup) -> list[float]:
+        group.in_order = True
+        own, found = parts[group.rank], []
+        for count in (1, 3 * TOKENS):
+            found += group.sum(own.repeat(count, SIZE)).unique().tolist()
+        found += group.sum(torch.tensor([group.rank])).tolist()
+        group.in_order = False
+        return found + group.sum(own.clone()).tolist()
+
+    assert three.run(work) == [[258.0, 258.0, 3, 256.0]] * 3
 
 
 def test_a_group_adds_up_by_its_table(two: ThreadRanks) -> None:

@@ -25,6 +25,7 @@ from test_runner_stages import (
     REQUESTS,
     Recorder,
     Step,
+    capture_again,
     come_late,
     drop_a_node,
     engine_of,
@@ -36,8 +37,10 @@ from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.parallel.groups import Channel
+from mamba_eagle.runner import assemble as assemble_module
 from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.turns import PlanTooEarly
 
 torch.set_num_threads(1)
@@ -113,6 +116,32 @@ def test_live_requests_get_the_texts_of_one_stage(folders) -> None:
             assert texts[rid][:n] == tokens[:n], f"case {number}, request {rid}, {stages} stages"
     names = ("hits", "retracted", "drafts", "logprobs", "drafted", "begun")
     assert min(total[name] for name in names) > 0, total
+
+
+def test_captured_steps_of_cohorts_leave_each_other_alone(
+    recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of all kinds have the same memory: whatever a step does not save, the next one
+    spoils."""
+    capture_again(monkeypatch)
+    monkeypatch.setattr(assemble_module, "mail_for", lambda *_: object())
+    occupy, switches = GraphedSteps.occupy, [0]
+
+    def spoil(self: GraphedSteps, run: GraphedRun | None) -> None:
+        before = self.occupant
+        occupy(self, run)
+        if run is before or run is None:
+            return
+        switches[0] += before is not None
+        for graph in self.graphs.values():
+            for part in graph.memory(has_verified=True) if graph is not run.graph else ():
+                part.fill_(77)
+
+    monkeypatch.setattr(GraphedSteps, "occupy", spoil)
+    case, steps = recorded
+    with working(case, 3) as ranks:
+        replay(steps[:40], ranks)
+        assert isinstance(ranks.steps, GraphedSteps) and switches[0] > 10
 
 
 def test_grammars_are_followed_by_trees_that_are_drafted_ahead(folders) -> None:

@@ -52,9 +52,9 @@ from mamba_eagle.constrain.grammar import (
 )
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.constrain.place import is_allowed
+from mamba_eagle.constrain.request import fill_masks
 from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
-from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.model_drafter import ModelDrafter

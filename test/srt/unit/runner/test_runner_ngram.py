@@ -26,8 +26,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafting.base import StepPart
-from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter
-from mamba_eagle.drafting.ngram_index import NgramIndex
+from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter, NgramIndex
 from mamba_eagle.message import FirstChunk, PrefillItem
 from mamba_eagle.message.indices import indices
 from mamba_eagle.tree.accept import Truncated

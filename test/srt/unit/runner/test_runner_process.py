@@ -7,7 +7,8 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Runner:
     def ready(self):
         return RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
-            vocab_size=1, eos_token_ids=[], pid=os.getpid(),
+            vocab_size=1, eos_token_ids=[],
             details={"has_vocabulary": int(self.matchers._vocabulary is not None)},
         )
     MOMENT
@@ -158,7 +159,7 @@ PROFILED = """
 import sys, types
 import mamba_eagle.runner.start
 from mamba_eagle.message import Profile
-from mamba_eagle.runner.profiler import StepProfiler
+from mamba_eagle.runner.worker import StepProfiler
 assert "numba" not in sys.modules  # a GPU does without
 before = set(sys.modules)
 profiler = StepProfiler(types.SimpleNamespace(on_host=True), finish=lambda: None)
@@ -177,6 +178,25 @@ def test_neither_a_start_nor_a_trace_loads_what_takes_long(tmp_path: Path) -> No
     assert (tmp_path / "trace.json").exists()
 
 
+def worker_of(tmp_path: Path, receive: Callable[..., ToRunner | None], **members: Any) -> Worker:
+    """A worker that answers to nobody, of a runner with these members."""
+    runner: Any = SimpleNamespace(
+        constraints=None,
+        adapters=None,
+        backend=SimpleNamespace(place=SimpleNamespace(on_host=True), device=None),
+        parts=SimpleNamespace(ranks=SimpleNamespace(number=0), cohorts=2),
+        config=SimpleNamespace(answering_rank=1, ranks_per_node=1),
+        ready=None,
+        **members,
+    )
+    context = zmq.Context()
+    worker = Worker(runner, context, str(tmp_path))
+    context.destroy(linger=0)
+    plans: Any = SimpleNamespace(receive=receive)
+    worker.plans = plans
+    return worker
+
+
 def test_a_stage_that_hears_nothing_commits_what_is_open(tmp_path: Path) -> None:
     """So that an idle server holds no message back."""
     committed: list[bool] = []
@@ -192,20 +212,39 @@ def test_a_stage_that_hears_nothing_commits_what_is_open(tmp_path: Path) -> None
         heard.append(timeout_ms)
         return Shutdown() if committed else None
 
-    runner: Any = SimpleNamespace(
-        turns=Turns(),
-        drafts_ahead=False,
-        constraints=None,
-        adapters=None,
-        backend=SimpleNamespace(place=SimpleNamespace(on_host=True), device=None),
-        parts=SimpleNamespace(ranks=SimpleNamespace(number=0)),
-        config=SimpleNamespace(answering_rank=1, ranks_per_node=1),
-        ready=None,
-    )
-    context = zmq.Context()
-    worker = Worker(runner, context, str(tmp_path))
-    context.destroy(linger=0)
-    plans: Any = SimpleNamespace(receive=receive)
-    worker.plans = plans
-    worker.serve()
+    worker_of(tmp_path, receive, turns=Turns(), drafts_ahead=False).serve()
     assert committed == [True] and heard == [PATIENCE_MS, -1]
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["device-at-work", "device-idle"])
+def test_trees_are_drafted_before_the_last_stage_verifies_others(
+    busy: bool, tmp_path: Path
+) -> None:
+    """Earlier stages verify these meanwhile. An idle device is not kept waiting."""
+    done: list[str] = []
+    steps: dict[int, SimpleNamespace] = {}
+    come: deque[ToRunner | None] = deque([Plan(step=1), None, Plan(step=2, after=0), *[None] * 3])
+    come += [Plan(step=3, after=1), *[None] * 3, Plan(step=4, after=3), *[None] * 3, Shutdown()]
+
+    def receive(timeout_ms: int = -1) -> ToRunner | None:
+        for step in steps.values():
+            step.done = step.done or len(come) < 2
+        return come.popleft() if come else None
+
+    def launch(plan: Plan) -> SimpleNamespace:
+        done.append(f"launch {plan.step}")
+        steps[plan.step] = SimpleNamespace(
+            number=plan.step, done=not busy, result=lambda: StepResult(step=plan.step)
+        )
+        return steps[plan.step]
+
+    def look_ahead(upcoming: Sequence[Plan]) -> None:
+        drafts = [f"draft {plan.step}" for plan in upcoming]
+        done.extend(draft for draft in drafts if draft not in done)
+
+    members = {"drafts_ahead": True, "turns": (), "launch": launch, "look_ahead": look_ahead}
+    worker_of(tmp_path, receive, **members).serve()
+    late = ["draft 3", "launch 2"] if busy else ["launch 2", "draft 3"]
+    begun = ["draft 1", "launch 1", "draft 2", *late]
+    assert done[: len(begun)] == begun
+    assert [each for each in done if "launch" in each] == [f"launch {n}" for n in range(1, 5)]

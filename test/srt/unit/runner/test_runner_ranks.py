@@ -33,8 +33,7 @@ from mamba_eagle.message import DecodeBatch, Generate, Plan
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.assemble import assemble
-from mamba_eagle.runner.leader import LeadingRunner
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import LeadingRunner, make_runner
 from mamba_eagle.runner.warm_up import rehearse
 
 torch.set_num_threads(1)

@@ -35,7 +35,7 @@ from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.kernels.tree_attention import triton as kernel
-from mamba_eagle.runner import loading
+from mamba_eagle.runner import loading, warm_up
 from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
@@ -77,7 +77,8 @@ def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Lets the CPU take the kernel's path; (new nodes, all nodes) of each call."""
+    """Lets the CPU take the kernel's path; (new nodes, all nodes) of each call. Without a warm-up,
+    which test_kernels_sample_within_the_step has."""
     calls: list[tuple[int, int]] = []
 
     def counted(*args: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -88,6 +89,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
     monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
+    monkeypatch.setattr(warm_up, "_generate", lambda runner: None)
     return calls
 
 

@@ -44,6 +44,14 @@ def test_groups_alternate_and_wait_for_none_but_themselves(cohorts: int) -> None
     assert all(a.after <= b.after for a, b in zip(plans, plans[1:]))
 
 
+def test_requests_whose_prompts_have_just_ended_do_not_make_their_group_wait() -> None:
+    """Prompts of many requests and steps of others are in flight together all the time."""
+    plans = serve(2, [20] * 40, chunked_prefill_size=24)
+    both = [plan for plan in plans[4:] if plan.prefill and plan.decode]
+    assert len(both) > 10
+    assert {plan.step - plan.after for plan in both} == {2}
+
+
 def test_a_single_request_gets_the_plans_of_one_stage() -> None:
     """Only its chunks wait for less."""
     several, one = (serve(cohorts, [90], chunked_prefill_size=16) for cohorts in (4, 1))

@@ -105,7 +105,7 @@ def rig(tmp_path):
 
 def test_serves_requests_and_answers_questions(rig):
     ready = rig.until(lambda item: isinstance(item, Ready))
-    assert ready.scheduler_pid == rig.process.pid and ready.max_kv_slots == 2000
+    assert ready.max_kv_slots == 2000
     prompt = list(range(20))
     rig.to_scheduler.send(Generate(rid="a", token_ids=prompt, sampling=LONG))
     rig.to_scheduler.send(FlushCache(call_id=7))

@@ -11,9 +11,8 @@ import pytest
 
 from mamba_eagle.limits import MAX_JSON_CONTAINERS, MAX_JSON_ITEMS, MAX_JSON_STRINGS
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.http import json_body, json_scan
-from mamba_eagle.server.http.json_body import decode_object, decode_token_ids
-from mamba_eagle.server.http.json_scan import Counts, scan
+from mamba_eagle.server.http import json_body
+from mamba_eagle.server.http.json_body import Counts, decode_object, decode_token_ids, scan
 
 
 def naive_counts(text: bytes) -> Counts:
@@ -33,10 +32,10 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
     return {f'{i}"\\': random_value(rng, depth + 1) for i in range(rng.randrange(5))}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, json_scan.SLICE])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, json_body.SLICE])
 def test_counts_are_those_outside_of_strings(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the text is cut: within a string, within an escape."""
-    monkeypatch.setattr(json_scan, "SLICE", size)
+    monkeypatch.setattr(json_body, "SLICE", size)
     rng = random.Random(size)
     for _ in range(200):
         text = json.dumps(random_value(rng), ensure_ascii=rng.random() < 0.5).encode()

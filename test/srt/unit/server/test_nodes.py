@@ -18,9 +18,9 @@ from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
 from mamba_eagle.parallel.meeting import interface_of, own_address_towards
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
-from mamba_eagle.server.engine.watchdog import Watchdog
+from mamba_eagle.server.engine.children import Watchdog
 
 WAIT_MS = 20_000
 

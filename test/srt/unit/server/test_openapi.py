@@ -20,7 +20,7 @@ from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
 from mamba_eagle.server.apis.openapi import bodies
 from mamba_eagle.server.app import ROOMS
-from mamba_eagle.server.bodies.model import Body, described
+from mamba_eagle.server.bodies.kinds import Body, described
 from mamba_eagle.server.bodies.served import Served
 
 PAGE = Path(__file__).parents[4] / "docs/http.md"

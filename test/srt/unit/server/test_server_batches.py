@@ -14,7 +14,7 @@ from tiny_tokenizer import spell
 
 from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.batches import batch as batches
-from mamba_eagle.server.apis.batches import files, lines
+from mamba_eagle.server.apis.batches import lines
 
 URL = "/v1/completions"
 RIGHT = {"prompt": "a", "max_tokens": 2}
@@ -214,8 +214,8 @@ def test_files_and_batches_are_their_keys() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_FILES_BYTES", 600)
-    monkeypatch.setattr(files, "MAX_FILES", 3)
+    monkeypatch.setattr(batches, "MAX_FILES_BYTES", 600)
+    monkeypatch.setattr(batches, "MAX_FILES", 3)
     monkeypatch.setattr(lines, "MAX_BATCH_LINE", 200)
 
     async def test() -> None:

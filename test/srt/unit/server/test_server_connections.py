@@ -23,8 +23,7 @@ from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http import connections
 from mamba_eagle.server.http.connections import Limits
-from mamba_eagle.server.http.listener import HttpServer
-from mamba_eagle.server.http.tls import tls_context
+from mamba_eagle.server.http.listener import HttpServer, tls_context
 from mamba_eagle.server.serve import _bind
 
 LIMITS = Limits(

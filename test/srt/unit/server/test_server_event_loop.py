@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mamba_eagle.server.http.event_loop import run
+from mamba_eagle.server.http.listener import run
 
 
 async def loop_module() -> str:

@@ -15,7 +15,7 @@ from server_harness import run, says, serving
 from mamba_eagle.server.apis.generate.body import GenerateSampling
 from mamba_eagle.server.apis.openapi import bodies
 from mamba_eagle.server.app import ROOMS
-from mamba_eagle.server.bodies.model import Body, read
+from mamba_eagle.server.bodies.kinds import Body, read
 from mamba_eagle.server.errors import RequestError
 
 DECLARED = json.loads((Path(__file__).parents[2] / "rigs/client_fields.json").read_text())

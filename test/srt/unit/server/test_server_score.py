@@ -11,7 +11,7 @@ from tiny_tokenizer import BOS, byte_level, spell
 from tokenizers import AddedToken
 
 from mamba_eagle.message import Generate
-from mamba_eagle.server.bodies.infill import FORMS, Infill, InfillTokens
+from mamba_eagle.server.bodies.prompts import FORMS, Infill, InfillTokens
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 PATH = "/v1/score"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mamba_eagle.message import Heartbeat
-from mamba_eagle.server.engine.watchdog import MAX_TIMEOUTS_PER_STEP, Watchdog
+from mamba_eagle.server.engine.children import MAX_TIMEOUTS_PER_STEP, Watchdog
 
 TIMEOUT = 10.0
 

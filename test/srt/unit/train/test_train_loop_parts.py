@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mamba_eagle.train.loop_parts import stop_on_signals
+from mamba_eagle.train.trainer import stop_on_signals
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ def test_a_prompt_template_of_ones_own(tokenizer: Path) -> None:
     [
         ('{"text": "a"', "line 2: is not valid JSON"),
         ("[1]", "line 2: must be a JSON object"),
-        ({"txt": "a"}, r"line 2: needs one of text, prompt, .*; has only \['txt'\]"),
+        ({"txt": "a"}, r'line 2: needs one of text, prompt, .*; has only \["txt"\]'),
         ({"text": ""}, "text must be a non-empty string"),
         ({"text": 5}, "text must be a non-empty string, it is 5"),
         ({"token_ids": [1, 259]}, "token_ids has 259: token ids are between 0 and 258"),

@@ -22,7 +22,7 @@ from mamba_eagle.server.apis.openai.translation import (
     text_only,
 )
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.model import (
+from mamba_eagle.server.bodies.kinds import (
     Body,
     Content,
     Flag,

@@ -1,16 +1,144 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's replies from the same engine."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
+from mamba_eagle.chat.family import CALLS, REASONING
+from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.anthropic.body import MessagesBody, count_tokens, parse_message
-from mamba_eagle.server.apis.anthropic.reply import AnthropicError, AnthropicReply
-from mamba_eagle.server.apis.openai.parts import serve_parts
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.apis.openai.parts import (
+    CLOSED,
+    OPENED,
+    Event,
+    News,
+    Part,
+    PartReply,
+    Written,
+    serve_parts,
+)
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import server_state
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicError(RequestError):
+    """``{"type": "error", "error": {type, message}}``"""
+
+    @classmethod
+    def like(cls, error: RequestError) -> AnthropicError:
+        return cls(error.message, error.status, error.param, error.retry_after)
+
+    def body(self) -> dict[str, Any]:
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = ERROR_TYPES.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+class AnthropicReply(PartReply):
+    """id, model: those of the reply."""
+
+    def __init__(self, id: str, model: str) -> None:
+        self.id = id
+        self.model = model
+
+    def whole(self, written: Written) -> dict[str, Any]:
+        blocks = [_block(part, part.text) for part in written.parts]
+        return {**self._message(blocks), **_stop(written), "usage": _usage(written)}
+
+    def begin(self, written: Written) -> Iterator[Event]:
+        usage = {**_usage(written), "output_tokens": 0}
+        stop = {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": {**self._message([]), **stop, "usage": usage}}
+
+    def tell(self, news: News) -> Iterator[Event]:
+        part = news.part
+        if news.what == OPENED:
+            block = _block(part, "")
+            yield {"type": "content_block_start", "index": part.index, "content_block": block}
+        elif news.what == CLOSED:
+            yield {"type": "content_block_stop", "index": part.index}
+        else:
+            delta = _delta(part, news.text)
+            yield {"type": "content_block_delta", "index": part.index, "delta": delta}
+
+    def end(self, written: Written) -> Iterator[Event]:
+        yield {"type": "message_delta", "delta": _stop(written), "usage": _usage(written)}
+        yield {"type": "message_stop"}
+
+    def refusal(self, error: RequestError) -> RequestError:
+        return AnthropicError.like(error)
+
+    def failed(self, error: RequestError) -> Event:
+        return AnthropicError.like(error).body()
+
+    def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+        }
+
+
+def _block(part: Part, text: str) -> dict[str, Any]:
+    """text: what it begins with."""
+    if part.field == CALLS:
+        arguments = msgspec.Raw(text.encode() or b"{}")
+        return {"type": "tool_use", "id": f"toolu_{part.id}", "name": part.name, "input": arguments}
+    if part.field == REASONING:
+        # It has no signature, and is taken back without one.
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
+def _delta(part: Part, text: str) -> dict[str, Any]:
+    if part.field == CALLS:
+        return {"type": "input_json_delta", "partial_json": text}
+    if part.field == REASONING:
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "text_delta", "text": text}
+
+
+def _stop(written: Written) -> dict[str, Any]:
+    finish = written.finish
+    assert finish is not None
+    matched = finish.matched if isinstance(finish.matched, str) else None
+    return {"stop_reason": _reason(finish, written.has_calls()), "stop_sequence": matched}
+
+
+def _reason(finish: FinishReason, has_calls: bool) -> str:
+    if finish.kind == "length":
+        return "max_tokens"
+    if isinstance(finish.matched, str):
+        return "stop_sequence"
+    return "tool_use" if has_calls else "end_turn"
+
+
+def _usage(written: Written) -> dict[str, Any]:
+    """Anthropic counts what came from the cache apart from the rest of the input."""
+    return {
+        "input_tokens": written.prompt_tokens - written.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": written.cached_tokens,
+        "output_tokens": written.output_tokens,
+    }
+
 
 router = APIRouter()
 

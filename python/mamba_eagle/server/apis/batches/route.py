@@ -10,11 +10,10 @@ from starlette.responses import FileResponse
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_FILE_BYTES, MAX_PAGE, MAX_SHOWN
-from mamba_eagle.server.apis.batches.batch import Batch, BatchStore
-from mamba_eagle.server.apis.batches.files import StoredFile
+from mamba_eagle.server.apis.batches.batch import Batch, BatchStore, StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Object, Text, needs, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Object, Text, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import server_state

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from mamba_eagle.limits import (
+    MAX_PROMPTS,
     MAX_RID_LENGTH,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
-from mamba_eagle.server.bodies.model import Flag, OneOrEach, read, says
+from mamba_eagle.server.bodies.kinds import Flag, OneOrEach, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
-from mamba_eagle.server.bodies.served import Job, Served
+from mamba_eagle.server.bodies.served import Job, Served, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -35,6 +35,7 @@ def either(kind: kinds.Kind) -> kinds.Kind:
     return kinds.untouched(kinds.any_of(kind.schema, kinds.list_of(kind.schema)))
 
 
+TEXTS = kinds.text_or_texts("prompt", MAX_PROMPTS)
 STRINGS, ID_LISTS = kinds.untouched(kinds.STRINGS), kinds.untouched(kinds.ID_LISTS)
 FLAGS, INTEGERS = either(kinds.FLAG), either(kinds.INTEGER_KIND)
 
@@ -42,7 +43,7 @@ FLAGS, INTEGERS = either(kinds.FLAG), either(kinds.INTEGER_KIND)
 class GenerateBody(Served):
     """text or input_ids, and how to sample."""
 
-    text: Annotated[Any, STRINGS] = says("a prompt, or a list of prompts")
+    text: Annotated[Any, TEXTS] = says("a prompt, or a list of prompts")
     input_ids: Annotated[Any, ID_LISTS] = says("a prompt's token ids, or a list of such")
     sampling_params: Annotated[Any, OneOrEach(GenerateSampling, "sampling_params")] = says(
         "how to sample"
@@ -94,32 +95,28 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
     samplings = _read_samplings(body, count, state)
     num_samples = sum(sampling["n"] for sampling in samplings)
     state.limit_samples(count, num_samples)
-    schedule = body.schedule(state.config)
     requests: list[PromptRequest] = []
-    number = 0  # of the sample in the whole request
     for i, token_ids in enumerate(_read_prompts(body, state)):
-        own, n = _own(body, i, count), samplings[i]["n"]
-        if n == 1:
-            sample_rids = [rids[i]]
-        elif rids[i] == rid:
-            sample_rids = [f"{rid}_{number + k}" for k in range(n)]
-        else:
-            sample_rids = [f"{rids[i]}_{k}" for k in range(n)]
-        number += n
+        own = _own(body, i, count)
+        start = own["routed_experts_start_len"] or 0
+        if not 0 <= start <= len(token_ids):
+            remedy = f"must be between 0 and {len(token_ids)}"
+            raise RequestError.about("routed_experts_start_len", start, remedy)
+        name = own["lora_path"] or ""  # SGLang's field has a name, not a folder
+        if name and name not in state.adapters:
+            raise RequestError.about("lora_path", name, state.loaded_adapters)
         requests.append(
             PromptRequest(
                 rid=rids[i],
                 token_ids=token_ids,
-                sample_rids=sample_rids,
                 return_spec_trace=bool(own["return_spec_trace"]),
                 return_hidden_states=bool(own["return_hidden_states"]),
                 return_routed_experts=_asks_for_experts(own, state),
-                routed_experts_start=_experts_start(own, len(token_ids)),
-                adapter=_read_adapter(own, state),
-                cache=body.cache_hints(len(token_ids)),
+                routed_experts_start=start,
+                adapter=name,
                 **samplings[i],
-                **schedule,
                 **_read_logprobs(own, len(token_ids), state.prompts.vocab_size),
+                **body.wishes(state.config, len(token_ids)),
             )
         )
     check_demand(requests, state.prompts.context_length)
@@ -138,28 +135,22 @@ def _count_prompts(body: GenerateBody) -> tuple[bool, int]:
     if text is None and ids is None:
         raise RequestError("text or input_ids is needed: neither is given", param="text")
     if text is not None:
-        if not isinstance(text, (str, list)):
-            raise RequestError.about("text", text, "must be a string or a list of strings")
-        if text == []:
-            raise RequestError.about("text", text, "the list has no prompt")
-        value = text
-    else:
-        if not isinstance(ids, list):
-            remedy = "must be a list of token ids, or a list of such lists"
-            raise RequestError.about("input_ids", ids, remedy)
-        value = ids if ids and isinstance(ids[0], list) else ""
-    if isinstance(value, str):
+        return isinstance(text, list), len(text) if isinstance(text, list) else 1
+    if not isinstance(ids, list):
+        remedy = "must be a list of token ids, or a list of such lists"
+        raise RequestError.about("input_ids", ids, remedy)
+    if not ids or not isinstance(ids[0], list):
         return False, 1
-    limit_prompts(value, "text" if text is not None else "input_ids")
-    return True, len(value)
+    limit_prompts(ids, "input_ids")
+    return True, len(ids)
 
 
 def _read_prompts(body: GenerateBody, state: ServerState) -> list[list[int]]:
     reader, ids = state.prompts, body.input_ids
     if isinstance(body.text, list):
-        return reader.text_list(body.text, "text")
+        return reader.prompts(body.text, [f"text[{i}]" for i in range(len(body.text))])
     if body.text is not None:
-        return reader.any(body.text, "text")
+        return reader.prompts([body.text], ["text"])
     if ids and isinstance(ids[0], list):
         return reader.id_lists(ids, "input_ids")
     return [reader.check(ids, "input_ids")]
@@ -189,11 +180,14 @@ def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fie
     grammar = read_grammar(one, state.grammars, where)
     bad_words, seed = one.bad_word_ids(state.prompts), one.chosen_seed
     params = checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
-    return {"sampling": params, "seed": seed, "n": one.n, "stops": StopStrings(params.stop)}
+    stops = StopStrings(params.stop) if params.stop else None
+    return {"sampling": params, "seed": seed, "n": one.n, "stops": stops}
 
 
 def _read_each(given: list[GenerateSampling], state: ServerState) -> list[Fields]:
-    known: dict[tuple[str, ...], StopStrings] = {}  # prompts with the same strings share them
+    known: dict[
+        tuple[str, ...], StopStrings | None
+    ] = {}  # prompts with the same strings share them
     characters = 0
     samplings = []
     for i, one in enumerate(given):
@@ -271,28 +265,12 @@ def _own(body: GenerateBody, i: int, count: int) -> Fields:
     return own
 
 
-def _read_adapter(own: Fields, state: ServerState) -> str:
-    """Raises: RequestError 400 unless it is loaded: SGLang's field has a name, not a folder."""
-    name = own["lora_path"] or ""
-    if name and name not in state.adapters:
-        raise RequestError.about("lora_path", name, state.loaded_adapters)
-    return str(name)
-
-
 def _asks_for_experts(own: Fields, state: ServerState) -> bool:
     asks = bool(own["return_routed_experts"])
     if asks and not state.config.enable_return_routed_experts:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
     return asks
-
-
-def _experts_start(own: Fields, prompt_length: int) -> int:
-    start = own["routed_experts_start_len"] or 0
-    if not 0 <= start <= prompt_length:
-        remedy = f"must be between 0 and {prompt_length}"
-        raise RequestError.about("routed_experts_start_len", start, remedy)
-    return int(start)
 
 
 def _read_logprobs(own: Fields, prompt_length: int, vocab_size: int) -> Fields:

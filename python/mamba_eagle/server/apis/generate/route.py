@@ -15,7 +15,7 @@ from mamba_eagle.server.apis.sse import (
     updates,
     wait_for_success,
 )
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample

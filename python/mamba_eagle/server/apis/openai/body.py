@@ -8,9 +8,8 @@ from typing import Annotated, Any
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES, MAX_TOP_LOGPROBS
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.demand import check_demand
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
-from mamba_eagle.server.bodies.model import Body, Flag, Text, needs, read, says
+from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, read, says
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
 from mamba_eagle.server.bodies.sampling import (
     LENGTHS,
@@ -20,7 +19,7 @@ from mamba_eagle.server.bodies.sampling import (
     checked,
     with_parameters,
 )
-from mamba_eagle.server.bodies.served import Job, Named
+from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -104,7 +103,13 @@ class OpenAIJob(Job[OpenAIBody]):
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     body = read(CompletionBody, values)
-    _check_best_of(body)
+    problem = ""
+    if body.samples < body.n:
+        problem = f"must be n ({body.n}) or more"
+    elif body.samples > body.n and body.stream:
+        problem = "the best are known at the end, and a stream begins before: send stream: false"
+    if problem:
+        raise RequestError.about("best_of", body.best_of, problem)
     tokenizer = state.prompts.need_tokenizer("/v1/completions")
     limit_prompts(body.prompt, "prompt")
     count = count_prompts(body.prompt)
@@ -122,16 +127,6 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
         tokenizer.decode_all(prompts) if body.echo else [],
         read_grammar(body, state.grammars),
     )
-
-
-def _check_best_of(body: CompletionBody) -> None:
-    problem = ""
-    if body.samples < body.n:
-        problem = f"must be n ({body.n}) or more"
-    elif body.samples > body.n and body.stream:
-        problem = "the best are known at the end, and a stream begins before: send stream: false"
-    if problem:
-        raise RequestError.about("best_of", body.best_of, problem)
 
 
 def make_job(
@@ -153,7 +148,6 @@ def make_job(
     of_prompt = body.prompt_logprobs is not None or (bool(echoes) and logprobs is not None)
     samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
     stops: StopStrings | None = None
-    schedule = body.schedule(state.config)
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
@@ -168,15 +162,13 @@ def make_job(
                 sampling=samplings[length],
                 seed=body.chosen_seed,
                 n=n,
-                sample_rids=[own] if n == 1 else [f"{own}_{k}" for k in range(n)],
                 stops=stops,
                 return_logprob=bool(wanted) or n > body.n,
                 logprob_start=0 if of_prompt else -1,
                 top_logprobs=max(wanted, default=0),
                 return_spec_trace=body.return_spec_trace,
                 adapter=state.adapter_of(body.model),
-                cache=body.cache_hints(len(ids)),
-                **schedule,
+                **body.wishes(state.config, len(ids)),
             )
         )
     top = "logprobs" if kind == "cmpl" else "top_logprobs"

@@ -22,9 +22,8 @@ from mamba_eagle.server.apis.openai.chat_grammar import ConstrainedChat, chat_gr
 from mamba_eagle.server.apis.openai.messages import MESSAGES, read_messages
 from mamba_eagle.server.apis.openai.tools import TOOL_CHOICE, TOOLS, Tools, read_tools
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.demand import fitting_output
-from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
-from mamba_eagle.server.bodies.model import Body, Flag, Object, needs, read, says
+from mamba_eagle.server.bodies.kinds import Body, Flag, Object, needs, read, refuse_half_pairs, says
+from mamba_eagle.server.bodies.served import fitting_output
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 

@@ -19,7 +19,7 @@ from mamba_eagle.server.bodies.grammars import (
     read_constraint,
     refusal,
 )
-from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 

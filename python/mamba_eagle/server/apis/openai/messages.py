@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_MESSAGES
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Content, Text, items, needs, read, says
+from mamba_eagle.server.bodies.kinds import Content, Text, items, needs, read, says
 from mamba_eagle.server.errors import RequestError
 
 

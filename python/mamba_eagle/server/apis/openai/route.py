@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob, parse_completion
 from mamba_eagle.server.apis.openai.chat_body import ChatBody, parse_chat
-from mamba_eagle.server.apis.openai.chat_choice import ChatChoice
-from mamba_eagle.server.apis.openai.choice import Choice, CompletionChoice
+from mamba_eagle.server.apis.openai.choice import ChatChoice, Choice, CompletionChoice
 from mamba_eagle.server.apis.sse import (
     DONE,
     EventStream,
@@ -20,7 +19,7 @@ from mamba_eagle.server.apis.sse import (
     updates,
     wait_for_success,
 )
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample

@@ -9,7 +9,7 @@ from pydantic import field_validator
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_TOOL_NAME, MAX_TOOLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Content, Text, items, read
+from mamba_eagle.server.bodies.kinds import Content, Text, items, read
 from mamba_eagle.server.errors import RequestError
 
 NAME = re.compile(rf"[\w.:/-]{{1,{MAX_TOOL_NAME}}}", re.ASCII)

@@ -10,7 +10,7 @@ from mamba_eagle.server.apis.openai.body import Common
 from mamba_eagle.server.apis.openai.chat_body import ChatJob, Template, parse_chat
 from mamba_eagle.server.apis.openai.chat_grammar import BUDGET
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Content, Text, read, says
+from mamba_eagle.server.bodies.kinds import Content, Text, read, says
 from mamba_eagle.server.bodies.sampling import LENGTHS, PARAMETERS, SEED, with_parameters
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState

@@ -23,8 +23,7 @@ from mamba_eagle.server.apis.openai.translation import (
 )
 from mamba_eagle.server.apis.responses.kept import Shelf
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
-from mamba_eagle.server.bodies.model import (
+from mamba_eagle.server.bodies.kinds import (
     Body,
     Content,
     Flag,
@@ -33,6 +32,7 @@ from mamba_eagle.server.bodies.model import (
     items,
     needs,
     read,
+    refuse_half_pairs,
     says,
 )
 from mamba_eagle.server.errors import RequestError

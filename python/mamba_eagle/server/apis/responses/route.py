@@ -1,18 +1,170 @@
 """OpenAI's Responses from the same engine: made, continued, fetched and deleted."""
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.apis.openai.parts import serve_parts
+from mamba_eagle.chat.family import CALLS, CONTENT, REASONING
+from mamba_eagle.server.apis.openai.parts import (
+    CLOSED,
+    OPENED,
+    Event,
+    News,
+    Part,
+    PartReply,
+    Written,
+    serve_parts,
+)
 from mamba_eagle.server.apis.responses.body import ResponseBody, parse_response
 from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
-from mamba_eagle.server.apis.responses.reply import ResponsesReply
-from mamba_eagle.server.bodies.model import takes
+from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import server_state
+
+PREFIXES = {CALLS: "fc", REASONING: "rs", CONTENT: "msg"}
+
+
+class ResponsesReply(PartReply):
+    """id, model: those of the reply; echo: what it repeats of the request; keep: called with the
+    whole reply as JSON, once, before its client can ask for it."""
+
+    counts_reasoning = True
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        echo: dict[str, Any],
+        keep: Callable[[bytes], None],
+    ) -> None:
+        self._keep = keep
+        self._head = {
+            "id": id,
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            **echo,
+            "background": False,
+            "truncation": "disabled",
+        }
+        self._sent = 0  # events
+
+    def whole(self, written: Written) -> dict[str, Any]:
+        is_cut = written.finish is not None and written.finish.kind == "length"
+        whole = self._response(
+            "incomplete" if is_cut else "completed",
+            [_item(part) for part in written.parts],
+            usage=_usage(written),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+        )
+        self._keep(msgspec.json.encode(whole))
+        return whole
+
+    def begin(self, written: Written) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def tell(self, news: News) -> Iterator[Event]:
+        part = news.part
+        if news.what == OPENED:
+            yield self._event(
+                "response.output_item.added", output_index=part.index, item=_opened_item(part)
+            )
+            if part.field != CALLS:
+                yield self._about(part, "response.content_part.added", part=_content(part, ""))
+        elif news.what == CLOSED:
+            yield from self._close(part)
+        else:
+            more = _logprobs(part)
+            yield self._about(part, f"response.{_stem(part)}.delta", delta=news.text, **more)
+
+    def end(self, written: Written) -> Iterator[Event]:
+        response = self.whole(written)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: RequestError) -> Event:
+        failure = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=self._response("failed", [], error=failure))
+
+    def _close(self, part: Part) -> Iterator[Event]:
+        done = f"response.{_stem(part)}.done"
+        if part.field == CALLS:
+            yield self._about(part, done, name=part.name, arguments=part.text)
+        else:
+            more = _logprobs(part)
+            yield self._about(part, done, text=part.text, **more)
+            content = _content(part, part.text)
+            yield self._about(part, "response.content_part.done", part=content)
+        yield self._event("response.output_item.done", output_index=part.index, item=_item(part))
+
+    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        rest = {"error": None, "incomplete_details": None, "usage": None, **more}
+        return {**self._head, "status": status, "output": output, **rest}
+
+    def _event(self, kind: str, /, **content: Any) -> Event:
+        number = self._sent
+        self._sent += 1
+        return {"type": kind, "sequence_number": number, **content}
+
+    def _about(self, of: Part, kind: str, /, **content: Any) -> Event:
+        place: dict[str, Any] = {"item_id": _id(of), "output_index": of.index}
+        if of.field != CALLS:
+            place["content_index"] = 0
+        return self._event(kind, **place, **content)
+
+
+def _stem(part: Part) -> str:
+    """What the events of its text are called."""
+    if part.field == CALLS:
+        return "function_call_arguments"
+    return "reasoning_text" if part.field == REASONING else "output_text"
+
+
+def _logprobs(part: Part) -> dict[str, Any]:
+    return {"logprobs": []} if part.field == CONTENT else {}
+
+
+def _id(part: Part) -> str:
+    return f"{PREFIXES[part.field]}_{part.id}"
+
+
+def _content(part: Part, text: str) -> dict[str, Any]:
+    if part.field == REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _opened_item(part: Part) -> dict[str, Any]:
+    nothing: dict[str, Any] = {"arguments": ""} if part.field == CALLS else {"content": []}
+    return {**_item(part), "status": "in_progress", **nothing}
+
+
+def _item(part: Part) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": _id(part), "status": "incomplete" if part.cut else "completed"}
+    if part.field == CALLS:
+        called = {"call_id": f"call_{part.id}", "name": part.name, "arguments": part.text}
+        return {**item, "type": "function_call", **called}
+    content = [_content(part, part.text)]
+    if part.field == REASONING:
+        return {**item, "type": "reasoning", "summary": [], "content": content}
+    return {**item, "type": "message", "role": "assistant", "content": content}
+
+
+def _usage(written: Written) -> dict[str, Any]:
+    return {
+        "input_tokens": written.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": written.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": written.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": written.reasoning_tokens},
+        "total_tokens": written.prompt_tokens + written.output_tokens,
+    }
+
 
 router = APIRouter()
 

@@ -25,10 +25,9 @@ from mamba_eagle.server.apis.rollouts.operator import (
     trusted,
 )
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.incoming import Incoming
-from mamba_eagle.server.state import ServerState
+from mamba_eagle.server.state import Incoming, ServerState
 
 JOIN_SECONDS, MAX_JOIN_SECONDS = 300.0, 86_400.0
 ANSWER_SECONDS = 60.0  # later

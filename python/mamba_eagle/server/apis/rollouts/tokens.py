@@ -12,7 +12,7 @@ from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
 from mamba_eagle.server.apis.openai.route import usage
 from mamba_eagle.server.apis.sse import sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.model import Flag, Object, needs, read, says, takes
+from mamba_eagle.server.bodies.kinds import Flag, Object, needs, read, says, takes
 from mamba_eagle.server.bodies.served import Name, Served
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
