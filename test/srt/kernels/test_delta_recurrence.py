@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,24 +19,27 @@ pytest.importorskip("triton")
 from gluon_rig import exp2, interpreted
 from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, of_spans, same
 
+from mamba_eagle.backend.triton.exact_backend import ExactBackend
 from mamba_eagle.backend.triton.exact_delta import exact_delta_supported
-from mamba_eagle.kernels.delta_recurrence import gluon_fold, gluon_prompts, gluon_verify, naive
+from mamba_eagle.kernels.delta_recurrence import gluon_prompts, gluon_verify, naive
 from mamba_eagle.kernels.delta_rule import naive as rule
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
+from mamba_eagle.kernels.recurrence import gluon_fold
 from mamba_eagle.kernels.recurrence.layout import Tiles
 from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.parallel.shard import Shard, local
 
+MODELS = Path(__file__).parents[3] / "benchmark/models"
 EPS = 1e-6
 TINY, NARROW = Sizes(4, 16, 2, 16), Sizes(6, 48, 2, 64)
 QWEN_27B, QWEN_35B = Sizes(48, 128, 16, 128), Sizes(32, 128, 16, 128)
 on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")]
 
 if not GPU:
-    names = ("gluon_fold", "gluon_prompts", "gluon_verify")
-    gluon_fold, gluon_prompts, gluon_verify = interpreted(
-        *(f"delta_recurrence.{name}" for name in names)
-    )
+    names = ("delta_recurrence.gluon_prompts", "delta_recurrence.gluon_verify")
+    gluon_prompts, gluon_verify, gluon_fold = interpreted(*names, "recurrence.gluon_fold")
     gluon_verify.JOURNAL = 4  # so that journals are longer
 
 
@@ -100,7 +104,7 @@ class DeltaNet(Rule):
 
     def fold(self, folds: Folds, state: Tensor) -> None:
         rows = DeltaRows(*(part[None] for part in self.rows))
-        gluon_fold.fold_journals(rows, state[None], folds, self.sizes)
+        gluon_fold.fold_journals(rows, None, state[None], folds, self.sizes)
 
 
 def test_the_definition_is_the_recurrence() -> None:
@@ -162,7 +166,7 @@ def test_bits_do_not_depend_on_how_a_token_was_served(
     sizes: Sizes, batch: int, nodes: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Prompts in chunks, chains, trees, folds; any batch and tile."""
-    tokens = random_tokens(sizes, batch, (80 if GPU else 24) + nodes, dtype, seed)
+    tokens = random_tokens(sizes, batch, (80 if GPU else 12) + nodes, dtype, seed)
     Server(DeltaNet(tokens, sizes), nodes, seed).run()
 
 
@@ -171,6 +175,14 @@ def test_what_exact_bits_cannot_be_had_of_is_refused() -> None:
     assert exact_delta_supported(config)
     for change in ({"channel_decay": True}, {"state_size": 256}, {"head_dim": 72}):
         assert not exact_delta_supported(replace(config, **change))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3.6-35b-a3b"])
+def test_published_models_are_served(name: str, ranks: int) -> None:
+    """By each of several ranks as well."""
+    model, backend = read_model_config(MODELS / name), object.__new__(ExactBackend)
+    assert backend.inexact(local(model, Shard(0, ranks))) == []
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ Rows, journals and folds are those of deferred.py. But no kernel reads L, and a 
 folded, in part or not at all, gives the same outputs.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import layer_rows
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.deferred import TritonDeferred
-from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights, taps_of
+from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.causal_conv.triton_prefill import (
@@ -68,8 +67,8 @@ class ExactPrefillContext(PlannedPrefill):
         return scan(x, dt, weights.A, B, C, skip_weights(layer), self.pool.ssm[i], self.plan)
 
 
-class ExactJournals(SavedJournals, ABC):
-    """A replay is a prompt whose gates are known."""
+class ExactJournals(SavedJournals):
+    """A replay is a prompt whose step sizes are known."""
 
     def write(self, layer: Any, places: Places, channels: Tensor, raw: Tensor) -> None:
         at = (layer.index, places.slots, places.rows)
@@ -82,27 +81,19 @@ class ExactJournals(SavedJournals, ABC):
         prompt = Prompt(0, count, state_slot, ((count, state_slot),))
         plan = prefill_plan([prompt], self.place.to_device)
         for i, mixer in enumerate(self.mixers):
-            raw, history = self.conv_in[i, part.slot][rows], self.pool.conv[i]
-            convolved = conv_prompts(raw, *taps_of(mixer), history, plan)
-            self._scan(mixer, convolved, self.gates[i, part.slot][rows], plan)
+            raw, gates = self.conv_in[i, part.slot][rows], self.gates[i, part.slot][rows]
+            self._scan(mixer, raw, gates, plan)
 
-    @abstractmethod
     def _gates(self, layer: Any, raw: Tensor) -> Tensor:
         """With the bits of those that prompts and trees make."""
-
-    @abstractmethod
-    def _scan(self, layer: Any, convolved: Tensor, gates: Tensor, plan: PrefillPlan) -> None:
-        """From and to the layer's state slots."""
-
-
-class ExactMambaJournals(ExactJournals):
-    def _gates(self, layer: Any, raw: Tensor) -> Tensor:
         weights = conv_weights(layer)
         return prompt_steps(raw, weights.dt_bias, weights.step_limit)
 
-    def _scan(self, layer: Any, convolved: Tensor, gates: Tensor, plan: PrefillPlan) -> None:
-        H, P, G, N = sizes_of(layer.config)
-        x, B, C = convolved.split([H * P, G * N, G * N], dim=1)
+    def _scan(self, layer: Any, channels: Tensor, gates: Tensor, plan: PrefillPlan) -> None:
+        """From and to the layer's state slots."""
+        (H, P, G, N), weights = sizes_of(layer.config), conv_weights(layer)
+        history, state = self.pool.conv[layer.index], self.pool.ssm[layer.index]
+        out = conv_prompts(channels, weights.conv_weight, weights.conv_bias, history, plan)
+        x, B, C = out.split([H * P, G * N, G * N], dim=1)
         x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
-        A, state = conv_weights(layer).A, self.pool.ssm[layer.index]
-        scan(x, gates, A, B, C, skip_weights(layer), state, plan)
+        scan(x, gates, weights.A, B, C, skip_weights(layer), state, plan)

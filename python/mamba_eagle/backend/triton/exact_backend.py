@@ -4,7 +4,7 @@ What is replaced is what adds up in an order that depends on what else runs: pro
 the recurrence. All else works row by row. Drafters only guess, so what they compute may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
-from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
-from mamba_eagle.backend.triton.exact import ExactMambaJournals, ExactPrefillContext, ExactRows
+from mamba_eagle.backend.triton.delta import TritonDelta
+from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
 from mamba_eagle.backend.triton.exact_delta import (
     ExactDeltaJournals,
@@ -29,7 +29,7 @@ from mamba_eagle.backend.triton.exact_products import ExactOps
 from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
+from mamba_eagle.model_config import DeltaConfig, ModelConfig
 
 
 class ExactBackend(TritonBackend):
@@ -49,12 +49,11 @@ class ExactBackend(TritonBackend):
     def inexact(self, model: ModelConfig) -> list[str]:
         recurrence, attention = model.recurrence, model.attention
         groups = getattr(recurrence, "norm_groups", None)
+        known = (
+            recurrence is None or sizes_supported(recurrence) or exact_delta_supported(recurrence)
+        )
         wrong = {
-            "recurrent layers that are neither Mamba2's nor gated DeltaNet's, or of odd sizes": (
-                recurrence is not None
-                and not sizes_supported(recurrence)
-                and not exact_delta_supported(recurrence)
-            ),
+            "recurrent layers other than Mamba2's and gated DeltaNet's, or of odd sizes": not known,
             "latent attention": attention is not None and attention.latent is not None,
             "experts in groups": model.moe is not None and model.moe.num_groups > 1,
             "norms that ranks share": groups is not None,
@@ -66,30 +65,11 @@ class ExactBackend(TritonBackend):
             if has
         ]
 
-    def state_scheme(
-        self,
-        mode: str,
-        config: RecurrenceConfig | None,
-        size: SchemeSize,
-        table: RequestTable,
-        pool: StatePool,
-    ) -> StateScheme:
-        if config is not None and exact_delta_supported(config):
-            return ExactDeltaRows(config, size, table, pool)
-        return super().state_scheme(mode, config, size, table, pool)
+    def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
+        return ExactDeltaRows if exact_delta_supported(config) else super().delta_rows(config)
 
-    def prefill_context(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        kv: KVPool,
-        slot_table: Tensor,
-        recurrence: RecurrenceConfig | None,
-    ) -> PrefillContext:
-        if recurrence is None or not exact_delta_supported(recurrence):
-            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        paged = self.prompt_attention(kv, slot_table, parts)
-        return ExactDeltaPrefill(parts, pool, paged, self.place)
+    def delta_prompts(self, config: DeltaConfig) -> Callable[..., PrefillContext]:
+        return ExactDeltaPrefill if exact_delta_supported(config) else super().delta_prompts(config)
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         return ExactTreeAttention(pool, nodes) if pool.num_layers else None
@@ -109,11 +89,9 @@ class ExactBackend(TritonBackend):
         pool: StatePool,
         table: RequestTable,
     ) -> SavedJournals:
-        kind = SavedJournals
+        kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
         if mixers and exact_delta_supported(mixers[0].config):
             kind = ExactDeltaJournals
-        elif pool.ssm.shape[0]:
-            kind = ExactMambaJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:

@@ -10,42 +10,25 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from mamba_eagle.kernels.delta_recurrence.gluon_step import (
+    MAX_KEY,
     advance,
+    choose_tiles,
     prepare,
     room_for_tokens,
     write_output,
 )
-from mamba_eagle.kernels.delta_recurrence.layout import check_sizes, choose_tiles
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.recurrence.gluon_prompts import CHUNK, UNROLLED, copy_tokens, load_state
-from mamba_eagle.kernels.recurrence.gluon_step import (
-    PLAIN,
-    barrier,
-    in_state,
-    read_layout,
-    tile_layout,
-)
-from mamba_eagle.kernels.recurrence.layout import Tiles
+from mamba_eagle.kernels.recurrence.gluon_prompts import CHUNK, load_state, walk
+from mamba_eagle.kernels.recurrence.gluon_step import PLAIN, read_layout, tile_layout
+from mamba_eagle.kernels.recurrence.layout import Tiles, check_sizes
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 
 @gluon.jit
-def _chunk(
-    raw, reads, stage, at, end, WIDTH: gl.constexpr, GATES: gl.constexpr, num_warps: gl.constexpr
-):
-    """Have a chunk copied to shared memory, as it is."""
-    for part in gl.static_range(3):
-        copy_tokens(raw[part], stage, reads[part], WIDTH, at, end, num_warps)
-    for part in gl.static_range(3, 5):
-        copy_tokens(raw[part], stage, reads[part], GATES, at, end, num_warps)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _prepare_chunk(raw, stage, tokens, EPS: gl.constexpr, num_warps: gl.constexpr):
+def _prepare(raw, stage, given, num_warps: gl.constexpr):
+    tokens, EPS = given
     layout: gl.constexpr = read_layout(raw[0].shape[2], num_warps)
     of_values: gl.constexpr = read_layout(raw[2].shape[2], num_warps)
     q, k = raw[0].index(stage).load(layout), raw[1].index(stage).load(layout)
@@ -55,10 +38,10 @@ def _prepare_chunk(raw, stage, tokens, EPS: gl.constexpr, num_warps: gl.constexp
 
 
 @gluon.jit
-def _token(S, tokens, row, y):
-    S, _ = advance(S, tokens, row)
-    write_output(S, tokens, row, y)
-    return S
+def _token(S, given, row, y):
+    after, _ = advance(S[0], given[0], row)
+    write_output(after, given[0], row, y)
+    return (after,)
 
 
 @gluon.jit
@@ -100,38 +83,17 @@ def _scan_kernel(
         gates + head,
         gates + H + head,
     )
+    strides = (WIDTH, WIDTH, WIDTH, 2 * H, 2 * H)
     state += first * N
-    y += first
-
     segment = gl.load(requests + request * 3)
     last_segment = gl.load(requests + request * 3 + 1)
     source = gl.load(requests + request * 3 + 2).to(gl.int64)
-    S = load_state(state, source, state_stride, TILE, N, layout)
-    for s in range(segment, last_segment):
-        begin = gl.load(segments + s * 3)
-        end = gl.load(segments + s * 3 + 1)
-        slot = gl.load(segments + s * 3 + 2).to(gl.int64)
-        async_copy.wait_group(0)  # of the segment before, nothing may come late
-        stage = 0
-        _chunk(raw, reads, stage, begin, end, WIDTH, 2 * H, num_warps)
-        for at in range(begin, end, CHUNK):
-            _chunk(raw, reads, 1 - stage, at + CHUNK, end, WIDTH, 2 * H, num_warps)
-            async_copy.wait_group(1)
-            barrier()
-            _prepare_chunk(raw, stage, tokens, EPS, num_warps)
-            barrier()
-            count = gl.minimum(CHUNK, end - at)
-            many = count // UNROLLED * UNROLLED
-            out = y + at.to(gl.int64) * (H * P)
-            for row in range(0, many, UNROLLED):
-                for i in gl.static_range(UNROLLED):
-                    S = _token(S, tokens, row + i, out + (row + i) * (H * P))
-            for row in range(many, count):
-                S = _token(S, tokens, row, out + row * (H * P))
-            barrier()
-            stage = 1 - stage
-        if slot >= 0:
-            gl.store(state + slot * state_stride + in_state(TILE, N, layout), S)
+    S = (load_state(state, source, state_stride, TILE, N, layout),)
+    copies, bounds = (raw, reads, strides), (segment, last_segment)
+    walk(
+        S, state, y + first, segments, bounds, copies, (tokens, EPS), state_stride, H * P, _prepare,
+        _token, num_warps,
+    )  # fmt: skip
 
 
 def scan(
@@ -154,22 +116,13 @@ def scan(
     Returns: [n, H*P], dtype of ``convolved``.
     Raises: ValueError as ``check_sizes``.
     """
-    check_sizes(sizes, state)
-    H, P, G, N = sizes
-    tile, _, warps = tiles or choose_tiles(P)
-    y = torch.empty(len(convolved), H * P, dtype=convolved.dtype, device=convolved.device)
-    _scan_kernel[(H * P // tile, len(plan.requests))](
-        convolved,
-        gates,
-        state,
-        y,
-        plan.requests,
-        plan.segments,
-        state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+    check_sizes(sizes, state, MAX_KEY)
+    tile, _, warps = tiles or choose_tiles(sizes)
+    width = sizes.heads * sizes.head_dim
+    y = torch.empty(len(convolved), width, dtype=convolved.dtype, device=convolved.device)
+    _scan_kernel[(width // tile, len(plan.requests))](
+        *(convolved, gates, state, y, plan.requests, plan.segments, state.stride(0)),
+        **dict(zip("HPGN", sizes, strict=True)),
         TILE=tile,
         EPS=eps,
         num_warps=warps,

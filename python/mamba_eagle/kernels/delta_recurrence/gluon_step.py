@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mamba_eagle.kernels.delta_rule.rows import value_tile
 from mamba_eagle.kernels.recurrence.gluon_step import (
     LOG2_E,
     PLAIN,
@@ -23,19 +24,28 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     store_numbers,
     sum_of_products,
 )
+from mamba_eagle.kernels.recurrence.layout import Tiles
+from mamba_eagle.kernels.tree_verify.layout import Sizes
+
+MAX_KEY = 128  # numbers
+
+
+def choose_tiles(sizes: Sizes) -> Tiles:
+    """32 of a head's values: then a single prompt of 32 heads has a program for each of an H100's
+    multiprocessors. A walk takes a token's time, however few numbers a program has."""
+    return Tiles(value_tile(sizes.head_dim), 0, 4)
 
 
 @gluon.jit
 def room_for_tokens(ROWS: gl.constexpr, TILE: gl.constexpr, N: gl.constexpr):
-    return (
+    room = (
         gl.allocate_shared_memory(gl.float32, [ROWS, TILE], PLAIN),
         gl.allocate_shared_memory(gl.float32, [ROWS, N], PLAIN),
         gl.allocate_shared_memory(gl.float32, [ROWS, N], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),
     )
+    for _ in gl.static_range(4):
+        room += (gl.allocate_shared_memory(gl.float32, [ROWS, 1], PLAIN),)
+    return room
 
 
 @gluon.jit

@@ -15,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mamba_eagle.kernels.delta_recurrence.gluon_step import (
+    MAX_KEY,
     advance,
+    choose_tiles,
     prepare,
     room_for_tokens,
     write_output,
 )
-from mamba_eagle.kernels.delta_recurrence.layout import check_sizes, choose_tiles
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.gpu import overlapping
 from mamba_eagle.kernels.recurrence import gluon_step as recurrence
@@ -30,11 +31,12 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     barrier,
     in_state,
     read_layout,
+    read_rows,
     store_numbers,
     tile_layout,
 )
 from mamba_eagle.kernels.recurrence.gluon_verify import leaves_of, next_node
-from mamba_eagle.kernels.recurrence.layout import Tiles
+from mamba_eagle.kernels.recurrence.layout import Tiles, check_sizes
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done
 
@@ -42,31 +44,15 @@ JOURNAL = gl.constexpr(32)  # rows that are prepared at a time
 
 
 @gluon.jit
-def _prepare_rows(
-    feed,
-    path,
-    length,
-    rows,
-    H: gl.constexpr,
-    GN: gl.constexpr,
-    HP: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+def _prepare_rows(feed, path, length, rows, widths, num_warps: gl.constexpr):
     """The next rows of a journal, of ``length`` that are left, as tokens of Mamba2's. rows: gates,
     keys and u of the request's row 0, at the head and the tile's first value."""
-    gates, keys, u = rows
-    of_keys: gl.constexpr = read_layout(feed[3].shape[1], num_warps)
-    row, valid = _next_rows(path, length, of_keys)
-    n = gl.arange(0, feed[3].shape[1], gl.SliceLayout(0, of_keys))
-    k = gl.load(keys + (row * GN)[:, None] + n[None, :], mask=valid[:, None], other=0.0)
-    store_numbers(feed[3], k)
-    g = gl.load(gates + row * (2 * H), mask=valid, other=0.0)
+    row, valid = _next_rows(path, length, read_layout(feed[3].shape[1], num_warps))
+    store_numbers(feed[3], read_rows(feed[3], rows[1], row, valid, widths[1], num_warps))
+    g = gl.load(rows[0] + row * widths[0], mask=valid, other=0.0)
     feed[2].store(gl.exp2(g * LOG2_E)[:, None])
-    of_values: gl.constexpr = read_layout(feed[0].shape[1], num_warps)
-    row, valid = _next_rows(path, length, of_values)
-    value = gl.arange(0, feed[0].shape[1], gl.SliceLayout(0, of_values))
-    at = u + (row * HP)[:, None] + value[None, :]
-    feed[0].store(gl.load(at, mask=valid[:, None], other=0.0))
+    row, valid = _next_rows(path, length, read_layout(feed[0].shape[1], num_warps))
+    feed[0].store(read_rows(feed[0], rows[2], row, valid, widths[2], num_warps))
 
 
 @gluon.jit
@@ -77,46 +63,34 @@ def _next_rows(path, length, layout: gl.constexpr):
 
 
 @gluon.jit
-def _prepare_nodes(
-    tokens,
-    given,
-    T,
-    own,
-    keeps,
-    H: gl.constexpr,
-    GN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    EPS: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+def _prepare_nodes(tokens, given, T, own, keeps, sizes, EPS: gl.constexpr, num_warps: gl.constexpr):
     """What nodes feed in. Some programs also write the nodes' keys and gates to their rows, for
     all: keeps, of keys and of gates.
 
     given: gates, queries and values of the request's first node; row_gates, row_keys of its row 0;
     all at the head. own: the nodes' rows."""
     gates, queries, values, row_gates, row_keys = given
+    H, GN, WIDTH = sizes
     NODES: gl.constexpr = tokens[0].shape[0]
     layout: gl.constexpr = read_layout(tokens[1].shape[1], num_warps)
-    n = gl.arange(0, tokens[1].shape[1], gl.SliceLayout(0, layout))
     node = gl.arange(0, NODES, gl.SliceLayout(1, layout))
     is_node = node < T
-    at, inside = queries + (node * WIDTH)[:, None] + n[None, :], is_node[:, None]
-    q = gl.load(at, mask=inside, other=0.0)
-    k = gl.load(at + GN, mask=inside, other=0.0)
+    q = read_rows(tokens[1], queries, node, is_node, WIDTH, num_warps)
+    k = read_rows(tokens[1], queries + GN, node, is_node, WIDTH, num_warps)
     g = gl.load(gates + node * (2 * H), mask=is_node, other=0.0)
     beta = gl.load(gates + H + node * (2 * H), mask=is_node, other=0.0)
     prepare(tokens, q, k, g[:, None], beta[:, None], EPS)
     row = gl.load(own + node, mask=is_node, other=0).to(gl.int32)
     if keeps[0]:
-        gl.store(row_keys + (row * GN)[:, None] + n[None, :], k, mask=inside)
+        n = gl.arange(0, tokens[1].shape[1], gl.SliceLayout(0, layout))
+        gl.store(row_keys + (row * GN)[:, None] + n[None, :], k, mask=is_node[:, None])
     if keeps[1]:
         gl.store(row_gates + row * (2 * H), g, mask=is_node)
         gl.store(row_gates + H + row * (2 * H), beta, mask=is_node)
     of_values: gl.constexpr = read_layout(tokens[0].shape[1], num_warps)
-    value = gl.arange(0, tokens[0].shape[1], gl.SliceLayout(0, of_values))
     node = gl.arange(0, NODES, gl.SliceLayout(1, of_values))
-    at = values + (node * WIDTH)[:, None] + value[None, :]
-    tokens[0].store(gl.load(at, mask=(node < T)[:, None], other=0.0).to(gl.float32))
+    v = read_rows(tokens[0], values, node, node < T, WIDTH, num_warps)
+    tokens[0].store(v.to(gl.float32))
 
 
 @gluon.jit
@@ -184,9 +158,9 @@ def _verify_kernel(
     decays = gl.allocate_shared_memory(gl.float32, [JOURNAL, 1], PLAIN)
     keys = gl.allocate_shared_memory(gl.float32, [JOURNAL, N], PLAIN)
     past = (written, written, decays, keys, keys)
+    buffers, widths = (row_gates, row_keys, row_u), (2 * H, G * N, H * P)
     for at in range(0, length, JOURNAL):
-        of_rows = (row_gates, row_keys, row_u)
-        _prepare_rows(past, journal + at, length - at, of_rows, H, G * N, H * P, num_warps)
+        _prepare_rows(past, journal + at, length - at, buffers, widths, num_warps)
         barrier()
         for i in range(gl.minimum(length - at, JOURNAL)):
             S = recurrence.advance(S, past, i)
@@ -201,7 +175,7 @@ def _verify_kernel(
     given = (gates + at * (2 * H) + head, queries, values, row_gates, row_keys)
     of_head = first % P == 0
     keeps = (of_head & (head % (H // G) == 0), of_head)
-    _prepare_nodes(tokens, given, T, rows, keeps, H, G * N, WIDTH, EPS, num_warps)
+    _prepare_nodes(tokens, given, T, rows, keeps, (H, G * N, WIDTH), EPS, num_warps)
     barrier()
     y += at * (H * P) + first
     S = _node(S, tokens, 0, True, rows, row_u, y, H * P)
@@ -241,30 +215,18 @@ def tree_verify(
         tiles: None: ``choose_tiles``. Bits do not depend on it.
     Raises: ValueError for more than 64 nodes, and as ``check_sizes``.
     """
-    check_sizes(sizes, state)
-    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    check_sizes(sizes, state, MAX_KEY)
+    (b, T), width = step.rows.shape, rows.u.shape[2]
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
-    y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
-    tile, _, warps = tiles or choose_tiles(P)
+    y = torch.empty(b * T, width, dtype=convolved.dtype, device=convolved.device)
+    tile, _, warps = tiles or choose_tiles(sizes)
     masks = gl.int32 if T < 32 else gl.int64
-    _verify_kernel[(H * P // tile, b)](
-        gates,
-        convolved,
-        *rows,
-        state,
-        y,
-        *step[:5],  # up to the rows
-        step.ancestors,
-        step.fold,
-        T,
-        rows.u.shape[1],
-        step.journal.shape[1],
-        state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+    tables = (*step[:5], step.ancestors, step.fold)  # up to the rows
+    lengths = (T, rows.u.shape[1], step.journal.shape[1], state.stride(0))
+    _verify_kernel[(width // tile, b)](
+        *(gates, convolved, *rows, state, y, *tables, *lengths),
+        **dict(zip("HPGN", sizes, strict=True)),
         TILE=tile,
         NODES=triton.next_power_of_2(T),
         BITS=None if T == 1 else masks,

@@ -47,6 +47,16 @@ def read_layout(elements, warps):
 
 
 @gluon.jit
+def read_rows(buffer, at, row, valid, stride, num_warps: gl.constexpr):
+    """What a buffer [rows, elements] is to hold, by ``read_layout``: rows that begin at ``at + row
+    * stride``, and zeros for those that are not valid."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    element = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    pointers = at + (row * stride)[:, None] + element[None, :]
+    return gl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@gluon.jit
 def in_state(TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """Where a tile's numbers lie behind the first: [TILE, N]."""
     channel = gl.arange(0, TILE, gl.SliceLayout(1, layout))
