@@ -42,8 +42,8 @@ class DraftSettings(Settings):
     )
     speculative_draft_p_min: float = setting(
         0.5,
-        "on a CPU, greedy requests: a chain of drafts ends where the drafter's probability "
-        "that all of it is accepted falls below this; 0: never",
+        "on a CPU, greedy requests: no draft is verified that the drafter gives a smaller "
+        "probability of being accepted; 0: all are",
     )
     speculative_adaptive: bool = setting(
         True, "use the fastest draft for each step: this tree, a smaller one, a chain, or none"

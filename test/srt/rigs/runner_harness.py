@@ -104,6 +104,7 @@ SETTINGS = {
     "chain": Settings(topk=1, steps=4, nodes=5),
     "chain-snapshot": Settings("EAGLE", "snapshot", topk=1, steps=4, nodes=5),
     "chain-doubting": DOUBTING,
+    "tree-doubting": DOUBTING._replace(topk=2, nodes=8),
     "star": Settings(topk=5, steps=1, nodes=6),
     "large-tree": Settings(topk=6, steps=7, nodes=40),
     "none-torch": PLAIN._replace(fused=False),

@@ -29,7 +29,7 @@ from mamba_eagle.cpu.programs.products import is_called, multiplies, width_of
 from mamba_eagle.cpu.spans import drafts as spans
 from mamba_eagle.cpu.team import Series
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.tree.candidates import kept_nodes
+from mamba_eagle.tree.candidates import likely_nodes
 from mamba_eagle.tree.tree import Tree
 
 NS_PER_LOGIT = 1  # that finding the best of them takes
@@ -162,6 +162,8 @@ class DraftProgram:
         at = self._indices.ctypes.data
         for name, each in room.items():
             setattr(drafts, name, at)
+            if name == "all_scores":
+                self._scores = self._indices[(at - self._indices.ctypes.data) // 8 :]
             at += requests * each * 8
 
     def _place(self, rows: int) -> None:
@@ -170,6 +172,12 @@ class DraftProgram:
             call.place(self.scratch)
         self.frame.stream, self.drafts.outputs = map(self.scratch.at, ("stream", "outputs"))
         self.drafts.best, self.drafts.log_probs = map(self.scratch.at, ("best", "log_probs"))
+
+    def _kept(self, nodes: int) -> int:
+        drafts, least = self.drafts, float(self.pools.min_probability[0])
+        b, candidates = drafts.requests, drafts.candidates
+        scores = self._scores.view(np.float32)[: b * candidates].reshape(b, candidates)
+        return likely_nodes(scores[:, : drafts.seen], least, nodes)
 
     # ── a step ──
 
@@ -185,7 +193,7 @@ class DraftProgram:
         self.root.prepare(b, b, b)
         self.lanes.prepare(b * topk, b, b)
         self.depths.run(1 + shape.depth)
-        drafts.nodes = nodes = kept_nodes(shape, drafts.depth, bool(drafts.doubts))
+        drafts.nodes = nodes = self._kept(shape.nodes)
         tree = room_for_trees(b, nodes)
         drafts.tree_tokens, drafts.tree_parents, drafts.tree_depths = map(Tensor.data_ptr, tree[:3])
         drafts.tree_ancestors, drafts.tree_scores = map(Tensor.data_ptr, tree[3:])
