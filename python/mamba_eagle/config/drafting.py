@@ -41,7 +41,7 @@ class DraftSettings(Settings):
         "number of nodes verified per step, including the root; auto: 8, on a CPU 6",
     )
     speculative_draft_p_min: float = setting(
-        0.5,
+        0.6,
         "on a CPU, greedy requests: no draft is verified that the drafter gives a smaller "
         "probability of being accepted; 0: all are",
     )
