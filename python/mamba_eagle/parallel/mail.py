@@ -6,8 +6,6 @@ is full. That never happens to what the last stage tells, since plans in flight 
 it goes on, and so does each stage that waits for it or for one that does.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -5,8 +5,6 @@ one tensor, dt with the tokens of a head next to each other, as ssd/triton.py re
 state is saved, its history is written as well. A delta rule takes the convolution alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

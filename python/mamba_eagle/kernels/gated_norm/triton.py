@@ -1,7 +1,5 @@
 """The gated RMSNorm in one pass, in the model's dtype or as float8."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """RMSNorm in one pass, in the model's dtype or as float8, of a sum where there is one."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

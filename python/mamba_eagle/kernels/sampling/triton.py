@@ -12,8 +12,6 @@ thresholds are found bit by bit. Neither depends on the order of the list. What 
 in triton_rows.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

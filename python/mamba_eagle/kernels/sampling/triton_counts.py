@@ -1,7 +1,5 @@
 """Counting the tokens of a request's output: torch.py in one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

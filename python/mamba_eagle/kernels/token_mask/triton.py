@@ -1,7 +1,5 @@
 """Masked logits in one pass over the constrained rows; the others are copied with them."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

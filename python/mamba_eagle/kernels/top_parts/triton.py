@@ -5,8 +5,6 @@ A part's numbers are those of torch.py, but where noise is added, scores are ``l
 noise`` as in top_noisy/triton.py, and totals are of differences divided by the temperature.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
