@@ -50,11 +50,7 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     threshold,
     token_of,
 )
-from mamba_eagle.kernels.sampling.triton_search import (
-    nominate_kernel,
-    search_kernel,
-    weigh_kernel,
-)
+from mamba_eagle.kernels.sampling.triton_search import nominate_kernel, search_kernel, weigh_kernel
 
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept

@@ -11,13 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.top_log_probs.triton import (
-    LOW_HALF,
-    NO_KEY,
-    Blocks,
-    key_number,
-    key_value,
-)
+from mamba_eagle.kernels.top_log_probs.triton import LOW_HALF, NO_KEY, Blocks, key_number, key_value
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_noisy.triton import sharpness_of
 
