@@ -99,8 +99,7 @@ def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links
 def join(rank: int, size: int, file: str) -> Any:
     import torch
 
-    from mamba_eagle.parallel.distributed import ProcessGroup, meet
-    from mamba_eagle.parallel.meeting import FileMeeting
+    from mamba_eagle.parallel.distributed import FileMeeting, ProcessGroup, meet
     from mamba_eagle.parallel.shard import Shard
 
     device = torch.device("cpu")

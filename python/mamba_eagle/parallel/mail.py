@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.peer_copy.triton import PROGRAMS, Ends, peer_copy
-from mamba_eagle.parallel.groups import Channel, Group, Mail
-from mamba_eagle.parallel.sums.deadline import ends_within
-from mamba_eagle.parallel.sums.shared_memory import share, share_problem
-from mamba_eagle.parallel.sums.site import Site
+from mamba_eagle.parallel.groups import Channel, Group, Mail, Site
+from mamba_eagle.parallel.sums.shared_memory import ends_within, share, share_problem
 
 ALIGNED = 16  # bytes, of places
 INT64 = 8  # bytes of a flag

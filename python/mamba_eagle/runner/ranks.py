@@ -78,8 +78,13 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     if config.num_ranks == 1:
         return ONE_RANK
     # takes a while to import, and a single rank does without
-    from mamba_eagle.parallel.distributed import ProcessGroup, meet
-    from mamba_eagle.parallel.meeting import FileMeeting, Meeting, StoreMeeting
+    from mamba_eagle.parallel.distributed import (
+        FileMeeting,
+        Meeting,
+        ProcessGroup,
+        StoreMeeting,
+        meet,
+    )
 
     link = read_link(folder)
     meeting: Meeting = FileMeeting(os.path.join(folder, MEETING_FILE))
