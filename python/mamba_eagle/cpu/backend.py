@@ -22,7 +22,6 @@ from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
-from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu.abi import BestOf, EnterRoots
 from mamba_eagle.cpu.attention import (
     CpuBlocks,
@@ -48,7 +47,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 

@@ -11,11 +11,10 @@ from mamba_eagle.kernels.float8.torch import rounded
 from mamba_eagle.layers.adapters import AdapterSize, MatrixSlots, reading
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
-from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
 from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.short_conv import ShortConv

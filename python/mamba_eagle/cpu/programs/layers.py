@@ -29,15 +29,12 @@ from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
-from mamba_eagle.layers.gated_attention import GatedAttention
-from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
-from mamba_eagle.layers.rotary import RotaryAttention
-from mamba_eagle.layers.whole_norms import WholeNormAttention
+from mamba_eagle.layers.rotary import GatedAttention, RotaryAttention, WholeNormAttention
 
 ATTENTIONS = (Attention, RotaryAttention, GatedAttention, WholeNormAttention)
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly

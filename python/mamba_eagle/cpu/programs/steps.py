@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.programs import Network, Passed
-from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
@@ -31,7 +30,7 @@ from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.tree import Tree
 
 
