@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,7 @@ def adaptable(model: nn.Module) -> dict[str, Linear]:
     }
 
 
-class HostAdapter(NamedTuple):
-    """One that was read: what it adds, by place."""
-
-    pairs: dict[str, Pair]
+HostAdapter: TypeAlias = dict[str, Pair]  # one that was read: what it adds, by place
 
 
 class AdapterSlots:
@@ -117,7 +114,7 @@ class AdapterSlots:
             name = target.name if self.places is None else self.places.get(target.name)
             if name in self.additions:
                 own[name] = self._part(target, pairs[module])
-        return HostAdapter(own)
+        return own
 
     def _target(self, folder: PeftFolder, module: str) -> tuple[Target | None, str]:
         """Where a module's pair goes, and what is wrong with it."""
@@ -160,7 +157,7 @@ class AdapterSlots:
 
     def load(self, slot: int, number: int) -> None:
         """Copy an adapter to a slot that no running request reads."""
-        pairs = self._kept[number].pairs
+        pairs = self._kept[number]
         for name, added in self.additions.items():
             outputs, inputs = added.size.outputs, added.size.inputs
             nothing = Pair(torch.empty(0, inputs), torch.empty(outputs, 0))
