@@ -75,7 +75,7 @@ def drafter_problems(config: EngineConfig) -> list[str]:
     if head_problems(config):
         return []
     show_torch()  # the server process needs it for nothing else
-    from mamba_eagle.drafting.check import drafter_problems
+    from mamba_eagle.drafting import drafter_problems
 
     return drafter_problems(config)
 

@@ -25,7 +25,7 @@ from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.models.received import complete, forget
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS, assemble
-from mamba_eagle.runner.heap import give_back_freed_memory
+from mamba_eagle.runner.loading import give_back_freed_memory
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import Ranks
 

@@ -3,8 +3,6 @@
 A program is a warp with a tile of channels of one request; see gluon_step.py.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
