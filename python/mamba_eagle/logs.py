@@ -51,7 +51,7 @@ def are_json() -> bool:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """A server goes on when whoever reads its output has gone, as ``| head`` has."""
+    """A server goes on when the reader of its output has gone, as ``| head`` has."""
     with contextlib.suppress(OSError):
         print(text, end="", file=stream, flush=True)
 

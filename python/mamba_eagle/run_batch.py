@@ -74,7 +74,7 @@ def read_done(path: str) -> set[str]:
             done.add(custom_id)
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                [f"{path}: line {number} is no reply: name a new file, or the one of an ended run"]
+                [f"{path}: line {number} is not a reply: name a new file, or that of an ended run"]
             ) from None
     if len(whole) < len(text):
         file.write_bytes(whole)

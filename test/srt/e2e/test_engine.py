@@ -83,7 +83,7 @@ def test_library_file_and_server_give_the_same_texts(
     assert "line 4 is not JSON" in replies["line-4"]["error"]["message"]
     assert '"/v2"' in replies["no"]["error"]["message"]
     assert replies["bad"]["response"]["status_code"] == 400
-    with pytest.raises(ConfigError, match="in.jsonl: line 1 is no reply: name a new file"):
+    with pytest.raises(ConfigError, match="in.jsonl: line 1 is not a reply: name a new file"):
         run_batch.read_done(str(source))
 
 
