@@ -94,7 +94,7 @@ def find_folders(config: EngineConfig, values: dict[str, Any]) -> list[str]:
     for field_name, path, revision, with_weights in wanted:
         try:
             values[field_name] = str(checkpoint_folder(path, revision, with_weights))
-        except NotFound as error:
+        except (NotFound, OSError, RuntimeError) as error:  # no permission, no such ~user
             problems.append(f"{flag_of(field_name)} {path}: {error}")
     if tokenizer == name:
         values["tokenizer_path"] = values["model_path"]

@@ -156,10 +156,10 @@ def update_problems(new: EngineConfig, old: EngineConfig) -> list[str]:
             "(--speculative-algorithm NONE); leave it out"
         ]
     folders = (new.model_path, new.speculative_draft_model_path)
-    absent = [path for path in folders if path and not Path(path).exists()]
-    if absent:
-        return [f"{shown(path)}: there is no such folder on the server" for path in absent]
     try:
+        absent = [path for path in folders if path and not Path(path).exists()]
+        if absent:
+            return [f"{shown(path)}: there is no such folder on the server" for path in absent]
         sizes = read_model_config(new.model_path)
         if sizes != read_model_config(old.model_path):
             return [f"{new.model_path}: its config.json is that of another model"]
