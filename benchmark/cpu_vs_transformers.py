@@ -33,7 +33,7 @@ from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval import gsm8k
-from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
+from mamba_eagle.eval.gsm8k import load_tokenizer, synthetic_prompts
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner

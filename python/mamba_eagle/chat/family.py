@@ -107,10 +107,10 @@ def read_family(name: str) -> Family:
     Raises: FamilyError
     """
     path = FOLDER / f"{name}.json" if name in FAMILIES else Path(name)
-    if name not in FAMILIES and not (path.suffix == ".json" and path.is_file()):
-        known = ", ".join((*FAMILIES, NONE))
-        raise FamilyError(f"it must be one of {known}, or the path of a JSON file like theirs")
     try:
+        if name not in FAMILIES and not (path.suffix == ".json" and path.is_file()):
+            known = ", ".join((*FAMILIES, NONE))
+            raise FamilyError(f"it must be one of {known}, or the path of a JSON file like theirs")
         values = json.loads(path.read_text(encoding="utf-8"))
         return _family(name, values)
     except FamilyError:

@@ -6,7 +6,7 @@ Shapes: b requests, k lanes, O outputs of the network.
 import numpy as np
 from torch import Tensor
 
-from mamba_eagle.backend.lanes import LaneRows, Lanes
+from mamba_eagle.backend.contexts import LaneRows, Lanes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import TreeShape

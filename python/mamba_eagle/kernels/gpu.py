@@ -1,7 +1,5 @@
 """What kernels ask of a GPU when they are launched."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -9,8 +9,6 @@ Built on the host once for all layers, and sent in one copy that the host does n
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Functions shared by several Triton kernels."""
 
-from __future__ import annotations
-
 import os
 
 import triton

@@ -8,12 +8,11 @@ import torch
 from mamba_eagle.backend.prefill import fold_released
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import DecodeBatch, Plan, Release, RunnerReady, StepResult
-from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.compilations import Compilations
 from mamba_eagle.runner.constraints import TreeView
 from mamba_eagle.runner.memory import MemoryPlan
 from mamba_eagle.runner.pools import Pools
-from mamba_eagle.runner.ranks import Ranks
+from mamba_eagle.runner.ranks import Ranks, check_agreement
 from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps, Verified
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps

@@ -11,7 +11,7 @@ import zmq
 
 from mamba_eagle import logs
 from mamba_eagle.config import ConfigError
-from mamba_eagle.message.lifetime import REFUSED, begin, ignore_end_signal
+from mamba_eagle.message.lifetime import REFUSED, begin, end_in_order, ignore_end_signal
 
 
 def main() -> None:
@@ -29,6 +29,7 @@ def main() -> None:
     except ConfigError as error:
         logs.complain(f"error: {error}")
         sys.exit(REFUSED)
+    end_in_order()
     worker.pulse.start()
     try:
         worker.serve()

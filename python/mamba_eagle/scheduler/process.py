@@ -34,7 +34,7 @@ from mamba_eagle.message import (
     ToWatchdog,
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
-from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.message.lifetime import begin, end_in_order, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
 from mamba_eagle.scheduler.answers import Answers
 from mamba_eagle.scheduler.events import EventPublisher
@@ -205,6 +205,7 @@ class SchedulerProcess:
 
 def main() -> None:
     config, socket_dir, _ = begin("scheduler")
+    end_in_order()
     context = zmq.Context()
     link = read_link(socket_dir)
     guard = Guard(context, link.peer) if link else None

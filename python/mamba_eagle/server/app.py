@@ -90,6 +90,7 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     app.state.responses = ResponseStore()
+    app.state.description = None  # what /openapi.json says, once it was asked for
     app.state.batches = BatchStore(app, state.lifetime, state.folder)
     parts = (router, *(room.router for room in ROOMS))
     for part in parts:

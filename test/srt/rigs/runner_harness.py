@@ -20,7 +20,7 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.drafting.block_drafter import BlockDrafter
+from mamba_eagle.drafting.dflash import BlockDrafter
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext

@@ -21,9 +21,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
-from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.stateless import StatelessScheme
-from mamba_eagle.backend.torch.accept import empty_truncated
+from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.deferred import TritonDeferred
@@ -50,7 +48,7 @@ from mamba_eagle.kernels.top_noisy.triton import best_of_blocks, top_noisy
 from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates, Frontier
 from mamba_eagle.tree.tree import Tree, single_node_tree
 

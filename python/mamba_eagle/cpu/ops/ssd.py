@@ -48,7 +48,7 @@ def scan_head(task, xBC, dt, decay, D, state, requests, segments, y):
 
 @threaded
 def scan(xBC, dt, decay, D, state, requests, segments, y):
-    """torch.py's scan_prompts, from and to state slots.
+    """naive.py's scan_prompts, from and to state slots.
 
     xBC [n, H*P + 2*G*N] after the convolution; dt, decay [n, H]: after softplus, and exp(dt A); D
     [H]; state [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan. Out: y [n,

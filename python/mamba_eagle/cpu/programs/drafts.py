@@ -22,9 +22,10 @@ from torch import Tensor
 from mamba_eagle.backend.programs import DraftPools, Network
 from mamba_eagle.core import TreeShape
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.drafting import room_for_trees
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import Builder, residuals_of
+from mamba_eagle.cpu.programs.layers import Builder, normed_by, residuals_of
 from mamba_eagle.cpu.programs.products import is_called, multiplies, width_of
 from mamba_eagle.cpu.spans import drafts as spans
 from mamba_eagle.cpu.team import Series
@@ -118,10 +119,10 @@ class DraftProgram:
 
     def _output_calls(self, head: Network, topk: int) -> list[Call]:
         """From the rows of the stream that are wanted to the next lanes."""
-        build, size, norm = self.builder, head.norm.weight.shape[0], head.norm
+        build, size = self.builder, head.norm.weight.shape[0]
         before = len(build.calls)
-        normed = self._shared(spans.OUTPUTS, abi.Outputs(size=size, eps=norm.eps), size)
-        normed.keep(weight=norm.weight.detach().float().contiguous().numpy())
+        normed = self._shared(spans.OUTPUTS, abi.Outputs(size=size), size)
+        normed_by(normed, head.norm)
         normed.lies(out="outputs")
         build.scratch.want("outputs", size * 4)
         build.rounded(normed, head.logits)
@@ -199,10 +200,3 @@ class DraftProgram:
         drafts.tree_ancestors, drafts.tree_scores = map(Tensor.data_ptr, tree[3:])
         self.select.run(1, 1, 1)
         return tree
-
-
-def room_for_trees(b: int, nodes: int) -> Tree:
-    """Trees that are yet to be written."""
-    tokens, parents, depths = torch.empty(3, b, nodes, dtype=torch.int64).unbind()
-    ancestors = torch.empty(b, nodes, nodes, dtype=torch.bool)
-    return Tree(tokens, parents, depths, ancestors, torch.empty(b, nodes))

@@ -1,7 +1,5 @@
 """Accepting on a GPU: tree/accept.py and ``Backend.commit_tokens``, one program per request."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

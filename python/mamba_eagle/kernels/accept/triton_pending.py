@@ -1,8 +1,6 @@
 """Taking and adding a drafter's pending entries (backend/pending.py) on a GPU, one program per
 request."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ The inputs are added up in chunks, and the chunks in their order, whether one pr
 or each has one: so a row has the same bits in every batch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

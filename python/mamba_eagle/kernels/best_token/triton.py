@@ -7,8 +7,6 @@ One rank alone needs no keys: the first launch finds the largest score of each p
 second the first place of the largest of all, in one part.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

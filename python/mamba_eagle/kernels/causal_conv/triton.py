@@ -6,8 +6,6 @@ of its request's path. The results go where tree_verify/triton.py reads them: x,
 the nodes' rows, and C, which no later step needs, into a tensor of its own.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ one tensor, dt with the tokens of a head next to each other, as ssd/triton.py re
 state is saved, its history is written as well. A delta rule takes the convolution alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -184,7 +182,7 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """torch.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
+    """naive.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
 
     Args:
         xbc: [n, conv_dim]; dt_raw: [n, H]; both may be views of in_proj's output.
@@ -213,7 +211,7 @@ def conv_prompts(
     block: int = 256,
     warps: int = 4,
 ) -> Tensor:
-    """torch.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
+    """naive.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
 
     Args:
         channels: [n, conv_dim], last dimension contiguous. weight: [K, conv_dim]; bias [conv_dim].

@@ -4,8 +4,6 @@ A program walks over the tokens of a request with some of a head's values, on ea
 has a row of its own. The inputs of the next CHUNK tokens are copied to shared memory meanwhile.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon

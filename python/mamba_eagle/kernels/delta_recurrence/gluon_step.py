@@ -9,8 +9,6 @@ in float32, k and q by ``store_numbers``. A row of a journal needs no more than 
 and is a token of Mamba2's with u for dt · x and k for B.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

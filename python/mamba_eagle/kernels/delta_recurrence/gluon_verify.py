@@ -6,8 +6,6 @@ to each leaf. Rows of a journal have u, so that only nodes read the state before
 journal was written by earlier steps: that walk need not wait for the convolution.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

@@ -13,8 +13,6 @@ a row of a journal (k, u, g) needs no norm. Sums are those of ``recurrence/naive
 Shapes: l tokens, H heads of P values, G heads of queries and keys, N numbers each.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -16,8 +16,6 @@ state. Norms and decays are factors of the sums.
 Nothing here waits for the device, and the grids depend on the batch alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

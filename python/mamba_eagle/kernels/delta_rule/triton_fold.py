@@ -1,7 +1,5 @@
 """The fold of delta rules: journals into states, in all layers by one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Decays and betas of gated DeltaNet in one launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

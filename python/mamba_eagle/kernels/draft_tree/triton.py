@@ -5,8 +5,6 @@ One program per request. Scores are ranked by distinct keys (top_log_probs/trito
 lower candidate number first among equals. Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -12,8 +12,6 @@ Nothing here waits for the device: grids depend on shapes alone, or on the lengt
 the host knows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -14,8 +14,6 @@ each leaf, and rarely more than one or two for 16 nodes. A tree of 64 nodes reac
 the block after its root's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

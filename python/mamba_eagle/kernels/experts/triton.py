@@ -9,8 +9,6 @@ read once; weights are the left factor, which has the 64 rows of the tensor core
 instruction however few tokens there are.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

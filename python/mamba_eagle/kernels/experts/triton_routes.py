@@ -4,8 +4,6 @@ Logits are sums of a fixed number of column shares, added up in order, whatever 
 tokens: so a token's experts do not depend on the batch that it is in.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

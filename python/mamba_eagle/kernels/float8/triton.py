@@ -6,8 +6,6 @@ however few tokens there are. Scales of rows and tokens are applied to the finis
 blocks to the sum of each 128 columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ What limits it is the number of instructions: 200 for 1 KB of codes, of which a 
 issue 220 in the time that an H200's memory takes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The gated RMSNorm in one pass, in the model's dtype or as float8."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,13 +10,7 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import overlapping
-from mamba_eagle.kernels.triton_math import (
-    blocks_of,
-    inverse_rms,
-    load_blocks,
-    previous_done,
-    silu,
-)
+from mamba_eagle.kernels.triton_math import blocks_of, inverse_rms, load_blocks, previous_done, silu
 
 
 @triton.jit

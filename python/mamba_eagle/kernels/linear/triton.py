@@ -7,8 +7,6 @@ one float32 accumulator, so a row has the same bits whatever the tile and the nu
 (test_step_sums.py), and nothing is left to be added up. What that needs is enough reads in flight.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ lies on the device, so a captured call may be repeated. All programs of a launch
 same time, so there are no more than processors.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

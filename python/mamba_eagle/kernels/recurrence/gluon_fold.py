@@ -4,8 +4,6 @@ A program is a warp with a tile of channels of one request; see gluon_step.py. T
 gated DeltaNet (delta_recurrence/) is one of Mamba2's, with u for dt · x and k for B.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,7 +1,5 @@
 """How the recurrence's kernels divide a head among programs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

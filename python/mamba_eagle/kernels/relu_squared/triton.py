@@ -1,7 +1,5 @@
 """relu(x)² in one pass, in place, or to float8."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

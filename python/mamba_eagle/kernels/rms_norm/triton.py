@@ -1,7 +1,5 @@
 """RMSNorm in one pass, in the model's dtype or as float8, of a sum where there is one."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -151,7 +149,7 @@ def _launch_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As torch.py's. x [n, size], last dimension contiguous -> [n, size], contiguous."""
+    """As ``LayerOps``': x [n, size], last dimension contiguous -> [n, size], contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, out, eps)
     return out

@@ -1,7 +1,5 @@
 """Rotary position encoding in place, after a norm of each head if there is one: one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

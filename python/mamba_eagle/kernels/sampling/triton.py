@@ -12,8 +12,6 @@ thresholds are found bit by bit. Neither depends on the order of the list. What 
 in triton_rows.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -52,11 +50,7 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     threshold,
     token_of,
 )
-from mamba_eagle.kernels.sampling.triton_search import (
-    nominate_kernel,
-    search_kernel,
-    weigh_kernel,
-)
+from mamba_eagle.kernels.sampling.triton_search import nominate_kernel, search_kernel, weigh_kernel
 
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept

@@ -1,7 +1,5 @@
 """Counting the tokens of a request's output: torch.py in one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +27,7 @@ def _count_kernel(
 
 
 def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
-    """As torch.py's count_tokens."""
+    """As ``TokenOps.count_tokens``."""
     b, width = tokens.shape
     _count_kernel[(b,)](
         counts,

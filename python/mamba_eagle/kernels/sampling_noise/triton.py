@@ -1,7 +1,5 @@
 """torch.py's noise in one pass: a kernel that reads two integers per row and writes [n, V]."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

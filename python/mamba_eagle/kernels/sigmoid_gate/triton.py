@@ -1,7 +1,5 @@
 """A sigmoid gate in one pass, rounded once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

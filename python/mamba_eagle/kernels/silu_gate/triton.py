@@ -1,7 +1,5 @@
 """The gate of an MLP in one pass, rounded once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -15,8 +15,6 @@ inputs every product consists of three tf32 products. Sums are float32, and the 
 starts again in each chunk.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

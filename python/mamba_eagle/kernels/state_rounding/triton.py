@@ -1,7 +1,5 @@
 """naive.py inside of kernels that write states: nothing but the key is read from memory."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Masked logits in one pass over the constrained rows; the others are copied with them."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +29,7 @@ def _mask_kernel(
 
 
 def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """As torch.py's: logits [n, V], rows [m] int64, masks [m, W] int32 -> [n, V]."""
+    """As ``TokenOps``': logits [n, V], rows [m] int64, masks [m, W] int32 -> [n, V]."""
     n, vocab = logits.shape
     out = torch.empty_like(logits) if len(rows) == n else logits.clone()
     grid = (len(rows), triton.cdiv(vocab, BLOCK))

@@ -8,8 +8,6 @@ by the temperature only as differences from the best. So a drafter with the targ
 tokens as the target does, at any temperature.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,21 +5,13 @@ A part's numbers are those of torch.py, but where noise is added, scores are ``l
 noise`` as in top_noisy/triton.py, and totals are of differences divided by the temperature.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.top_log_probs.triton import (
-    LOW_HALF,
-    NO_KEY,
-    Blocks,
-    key_number,
-    key_value,
-)
+from mamba_eagle.kernels.top_log_probs.triton import LOW_HALF, NO_KEY, Blocks, key_number, key_value
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_noisy.triton import sharpness_of
 

@@ -11,8 +11,6 @@ Nothing here waits for the device. The grid depends on shapes alone, as a captur
 the device determines how many shares a prefix has, and programs without a share end at once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Ancestor sets as bit masks, one launch each: packing them, and continuing those of lanes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ Precision: as in triton.py. Factors in float32 are split into two 16-bit numbers
 takes S0 in tf32, sums are float32.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

@@ -14,8 +14,6 @@ products. Sums are float32.
 Nothing here waits for the device, and the grid depends on the batch alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ folded by tree_verify. The number of rows to fold is read on the device, and a r
 moves no state. Precision as in triton.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Each request has one program; accepting has one more for each block of its featu
 what ``path`` is, and naive_rows.py what is chosen.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Rows are filled by causal_conv/triton.py's tree_conv, as for triton.py: node i h
 waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

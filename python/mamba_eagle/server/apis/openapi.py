@@ -1,10 +1,12 @@
 """GET /openapi.json, and GET /docs: a page that shows it and asks no other server for anything."""
 
+import asyncio
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.responses import FileResponse
@@ -34,7 +36,12 @@ router = APIRouter()
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """This description."""
-    return json_response(describe(request.app.state.routes, server_state(request).config.root_path))
+    # Made once, in a thread: it takes as long as some steps, and anybody may ask for it.
+    state, root_path = request.app.state, server_state(request).config.root_path
+    if state.description is None:
+        made = asyncio.to_thread(lambda: msgspec.json.encode(describe(state.routes, root_path)))
+        state.description = asyncio.ensure_future(made)
+    return json_response(await asyncio.shield(state.description))
 
 
 @router.get("/docs")

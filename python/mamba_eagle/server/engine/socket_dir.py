@@ -20,10 +20,16 @@ MAX_ADDRESS = 107  # bytes of a Unix socket's path
 def new_socket_dir() -> str:
     """A folder that names this process as its owner.
 
-    Raises: ConfigError when its path is too long for a socket.
+    Raises: ConfigError when it cannot be made, or its path is too long for a socket.
     """
-    remove_stale_dirs()
-    path = make_socket_dir()
+    try:
+        remove_stale_dirs()
+        path = make_socket_dir()
+        Path(path, PID_FILE).write_text(str(os.getpid()))
+    except OSError as error:
+        raise ConfigError(
+            [f"no folder for sockets can be made ({error}): set TMPDIR to one that can be written"]
+        ) from None
     longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
     if longest > MAX_ADDRESS:
         remove_socket_dir(path)
@@ -33,7 +39,6 @@ def new_socket_dir() -> str:
                 f"{MAX_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
             ]
         )
-    Path(path, PID_FILE).write_text(str(os.getpid()))
     return path
 
 

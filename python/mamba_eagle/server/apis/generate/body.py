@@ -178,7 +178,7 @@ def _read_samplings(body: GenerateBody, count: int, state: ServerState) -> list[
 
 def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fields:
     grammar = read_grammar(one, state.grammars, where)
-    bad_words, seed = one.bad_word_ids(state.prompts), one.chosen_seed
+    bad_words, seed = one.bad_word_ids(state.prompts, where), one.chosen_seed
     params = checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
     stops = StopStrings(params.stop) if params.stop else None
     return {"sampling": params, "seed": seed, "n": one.n, "stops": stops}

@@ -121,7 +121,8 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
     tools, chat, text = render_chat(body, state)
     form = _form(body, state.chat, tools, chat, text)
     # The template writes the special tokens itself.
-    (ids,) = state.prompts.encode([text], ["messages"], False)
+    prompts = state.prompts.keeping(body.truncate_prompt_tokens)
+    (ids,) = prompts.encode([text], ["messages"], False)
 
     def max_tokens(length: int) -> int:
         # As with OpenAI, a chat without a limit goes on until the model stops.
@@ -134,7 +135,7 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
         body,
         state,
         "chatcmpl",
-        [state.prompts.keeping(body.truncate_prompt_tokens).check(ids, "messages")],
+        [prompts.check(ids, "messages")],
         max_tokens,
         wanted,
         [],
