@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mamba_eagle import cli
-from mamba_eagle.server.engine.socket_dir import PID_FILE, remove_stale_dirs
+from mamba_eagle.message.channel import PID_FILE, remove_stale_dirs
 
 
 def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
