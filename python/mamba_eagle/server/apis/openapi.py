@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 from mamba_eagle import __version__
 from mamba_eagle.server.bodies.kinds import Body, Schema, described, takes
 from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 # The page's script and style are its own text; nothing else is loaded or asked.
@@ -32,9 +32,9 @@ router = APIRouter()
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+async def openapi(request: Request, state: State) -> Response:
     """This description."""
-    return json_response(describe(request.app.state.routes, server_state(request).config.root_path))
+    return json_response(describe(request.app.state.routes, state.config.root_path))
 
 
 @router.get("/docs")
