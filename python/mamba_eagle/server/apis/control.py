@@ -14,9 +14,9 @@ from mamba_eagle.limits import MAX_MODEL_LENGTH, MAX_PROFILED_STEPS
 from mamba_eagle.message import LoadAdapter, Profile, UnloadAdapter
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, says, takes
+from mamba_eagle.server.bodies.reception import unless_gone
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.http.disconnect import unless_gone
 from mamba_eagle.server.state import Operated, ServerState, State, Trusted, answered, heard
 
 IDLE = "seconds to wait for the server to be idle"

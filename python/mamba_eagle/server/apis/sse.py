@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mamba_eagle.server.bodies.reception import unless_gone, wait_for_disconnect
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.http.disconnect import unless_gone, wait_for_disconnect
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 

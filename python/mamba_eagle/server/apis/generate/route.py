@@ -25,7 +25,7 @@ from mamba_eagle.server.apis.sse import (
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.bodies.served import Job
 from mamba_eagle.server.errors import failure_status, json_response
-from mamba_eagle.server.state import ServerState, State
+from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -185,7 +185,8 @@ router = APIRouter()
 
 
 @router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=takes(GenerateBody))
-async def generate(request: Request, state: State) -> Response:
+async def generate(request: Request) -> Response:
+    state = server_state(request)
     job = await state.read(request, parse_generate)
     state.submit(job)
     tokenizer = state.manager.tokenizer

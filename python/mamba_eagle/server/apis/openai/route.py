@@ -21,20 +21,22 @@ from mamba_eagle.server.apis.sse import (
 )
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.state import ServerState, State
+from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 router = APIRouter()
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
-async def completions(request: Request, state: State) -> Response:
+async def completions(request: Request) -> Response:
+    state = server_state(request)
     job = await state.read(request, parse_completion)
     return await _serve(request, state, job, CompletionChoice)
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
-async def chat_completions(request: Request, state: State) -> Response:
+async def chat_completions(request: Request) -> Response:
+    state = server_state(request)
     # In a thread however short it is: a template may take long.
     job = await state.read(request, parse_chat, is_chat=True)
     return await _serve(request, state, job, ChatChoice)
