@@ -48,6 +48,7 @@ def either(one: kinds.Kind, schema: kinds.Schema | None = None) -> Each:
 TEXTS = kinds.text_or_texts("prompt", MAX_PROMPTS)
 ID_LISTS = kinds.untouched(kinds.ID_LISTS)
 FLAGS, INTEGERS, STRINGS = either(kinds.FLAG), either(kinds.INTEGER_KIND), either(kinds.TEXT)
+TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
 NAMED = either(kinds.integers("token ids", MAX_STOP_TOKEN_IDS), kinds.ID_LISTS)
 
 
@@ -262,8 +263,9 @@ def _ask_for_experts(prompt: Generate, own: Own, state: ServerState) -> None:
     if asks and not state.config.enable_return_routed_experts:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
-    start, name = own("routed_experts_start_len") or 0, "routed_experts_start_len"
-    prompt.routed_experts_start = kinds.integer(0, len(prompt.token_ids)).take(start, name)
+    if start := own("routed_experts_start_len"):
+        fitting = kinds.integer(0, len(prompt.token_ids))
+        prompt.routed_experts_start = fitting.take(start, "routed_experts_start_len")
 
 
 def _ask_for_logprobs(prompt: Generate, own: Own, state: ServerState) -> None:
@@ -282,6 +284,6 @@ def _ask_for_logprobs(prompt: Generate, own: Own, state: ServerState) -> None:
     if not -1 <= start <= length:
         remedy = f"must be between 0 and {length}, the prompt's length, or -1: output only"
         raise RequestError.about("logprob_start_len", start, remedy)
-    prompt.top_logprobs = kinds.integer(0, MAX_TOP_LOGPROBS).take(best, "top_logprobs_num")
+    prompt.top_logprobs = TOP.take(best, "top_logprobs_num")
     prompt.return_logprob, prompt.token_ids_logprob = True, named
     prompt.logprob_start = -1 if start == length else start
