@@ -130,7 +130,7 @@ class PrefillContext(ABC):
         return self.paged.attend(layer, q, k, v)
 
     def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
-        """For passes over up to so many tokens and requests; None: the host must divide each."""
+        """For passes of at most these sizes; None: the host must divide each."""
         return None
 
     @abstractmethod

@@ -30,7 +30,7 @@ def _any(x, y, n, size, factor, KIND: tl.constexpr, WIDTH: tl.constexpr = 8):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.set_active(NoDevice())
+    monkeypatch.setattr(driver, "_active", NoDevice())
     monkeypatch.setattr(launches, "_forms", {})
 
 
