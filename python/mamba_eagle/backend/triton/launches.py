@@ -8,8 +8,9 @@ own would (``test_launches.py``); the first launch with a key is Triton's, and t
 returns is launched by all that follow.
 
 Beside ``JITFunction.run``, which is replaced, and its ``params`` this needs of Triton what is
-public: ``compiled[grid](*arguments, stream=…)``. Not noticed are settings of Triton's and global
-variables of kernels that change after the first launch.
+public: ``compiled[grid](*arguments, stream=…)``. With known versions and no profiler it goes past
+that, to ``compiled.run``. Not noticed are settings of Triton's and global variables of kernels that
+change after the first launch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 triton_run = JITFunction.run
 
+RUNTIME = knobs.runtime
+DIRECT = triton.__version__.startswith(("3.6.", "3.9."))  # ``CompiledKernel.run`` is the same
 TENSORS = (Tensor, nn.Parameter)
 # What the others can be that are keyed by value; anything else is left to Triton.
 CONSTANTS = (type(None), bool, str, tl.dtype, JITFunction)
@@ -93,7 +98,11 @@ def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: 
         return compiled
     sizes = (*(grid(dict(zip(form.names, bound))) if callable(grid) else grid), 1, 1)
     stream = driver.active.get_current_stream(device)
-    compiled[sizes](*bound, stream=stream)
+    if DIRECT and not (RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls):
+        own = (compiled.function, compiled.packed_metadata)
+        compiled.run(*sizes[:3], stream, *own, None, None, None, *bound)
+    else:
+        compiled[sizes](*bound, stream=stream)
     return compiled
 
 

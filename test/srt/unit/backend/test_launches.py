@@ -71,16 +71,25 @@ class Launch(NamedTuple):
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self) -> None:
         self.launched: list[Launch] = []
+
+    def run(self, x: int, y: int, z: int, stream: int, *others: Any) -> None:
+        own, bound = others[:5], others[5:]
+        assert own == ("function", "metadata", None, None, None)
+        self.launched.append(Launch((x, y, z), bound, stream))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, stream: self.launched.append(Launch(grid[:3], args, stream))
 
 
+@pytest.mark.parametrize("direct", [True, False])
 def test_the_first_launch_is_tritons_and_others_give_the_kernel_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
+    monkeypatch.setattr(launches, "DIRECT", direct)
     compiled: list[Compiled] = []
 
     def tritons(self: Any, *args: Any, **options: Any) -> Compiled:
