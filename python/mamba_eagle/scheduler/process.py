@@ -15,7 +15,6 @@ from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
     AdapterRead,
-    EngineSize,
     FromRunner,
     Generate,
     GrammarCompiled,
@@ -86,7 +85,7 @@ class SchedulerProcess:
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
         self.load_first_adapters()
-        size = {name: getattr(ready, name) for name in EngineSize.__struct_fields__}
+        size = {name: getattr(ready, name) for name in Ready.__struct_fields__}
         self.outputs.send(Ready(**size))
 
     def load_first_adapters(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _block_of, _pass, _room
 from mamba_eagle.cpu.threads import threaded
+from mamba_eagle.cpu.vector_math import copy_row
 from mamba_eagle.cpu.vectors.states import AFTER
 from mamba_eagle.machine_code import kernel, prange
 
@@ -39,11 +40,13 @@ def scan_head(task, xBC, dt, decay, D, state, requests, segments, y):
     r, h = task // H, task % H
     S = np.zeros((P, N), np.float32)
     if requests[r, 2] >= 0:
-        S[:] = state[requests[r, 2], h]
+        for p in range(P):
+            copy_row(state[requests[r, 2], h, p], S[p])
     for s in range(requests[r, 0], requests[r, 1]):
         _walk(h, xBC, dt, decay, D, S, segments[s, 0], segments[s, 1], y)
         if segments[s, 2] >= 0:
-            state[segments[s, 2], h] = S
+            for p in range(P):
+                copy_row(S[p], state[segments[s, 2], h, p])
 
 
 @threaded

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 from mamba_eagle import __version__
 from mamba_eagle.server.bodies.kinds import Body, Schema, described, takes
 from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 # The page's script and style are its own text; nothing else is loaded or asked.
@@ -34,14 +34,14 @@ router = APIRouter()
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+async def openapi(request: Request, state: State) -> Response:
     """This description."""
     # Made once, in a thread: it takes as long as some steps, and anybody may ask for it.
-    state, root_path = request.app.state, server_state(request).config.root_path
-    if state.description is None:
-        made = asyncio.to_thread(lambda: msgspec.json.encode(describe(state.routes, root_path)))
-        state.description = asyncio.ensure_future(made)
-    return json_response(await asyncio.shield(state.description))
+    app, root_path = request.app.state, state.config.root_path
+    if app.description is None:
+        made = asyncio.to_thread(lambda: msgspec.json.encode(describe(app.routes, root_path)))
+        app.description = asyncio.ensure_future(made)
+    return json_response(await asyncio.shield(app.description))
 
 
 @router.get("/docs")

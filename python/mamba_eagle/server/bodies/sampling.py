@@ -91,11 +91,8 @@ def parameter_fields(*names: str) -> dict[str, Any]:
 
 def bounded(name: str) -> kinds.Kind:
     """An integer parameter under another name: its bounds are checked with the others'."""
-    return kinds.Kind(
-        kinds.as_integer,
-        kinds.INTEGER_KIND.must,
-        {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])},
-    )
+    schema = {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])}
+    return replace(kinds.INTEGER_KIND, schema=schema)
 
 
 M = TypeVar("M", bound=Body)

@@ -9,7 +9,7 @@ import pytest
 
 from mamba_eagle import cli
 from mamba_eagle.config import ConfigError
-from mamba_eagle.server.engine.socket_dir import PID_FILE, new_socket_dir, remove_stale_dirs
+from mamba_eagle.message.channel import PID_FILE, new_socket_dir, remove_stale_dirs
 
 
 def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
