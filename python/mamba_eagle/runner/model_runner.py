@@ -235,8 +235,11 @@ class ModelRunner:
     def capture(self) -> None:
         """Steps are graphs from now on, if they can be: all kinds of them, captured anew."""
         if self.parts.captures:
-            self.steps.close()  # NCCL would wait for ever for the graphs of before
+            # NCCL would wait for ever for the graphs of before
+            self.steps.close()
+            self.prompts.graphs.close()
             self.steps = self.make_steps(GraphedSteps)
+            self.prompts.graphs.capture(self.config.max_running_requests)
 
     @torch.inference_mode()
     def make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:
@@ -249,6 +252,7 @@ class ModelRunner:
         """Nothing may be launched afterwards; the ranks stay together."""
         self.turns.commit()
         self.steps.close()
+        self.prompts.graphs.close()
         if self.copies is not None:
             self.copies.close()
         if self.compilations is not None:

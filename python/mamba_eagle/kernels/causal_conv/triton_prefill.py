@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
+from mamba_eagle.kernels.gpu import cdiv
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.kernels.triton_math import fused_sum, silu, step_sizes
@@ -77,7 +78,7 @@ def prompt_steps(raw: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Te
     """Step sizes alone, with the bits of ``prefill_conv``: raw [n, H] -> [n, H] float32."""
     n, H = raw.shape
     dt = torch.empty(n, H, dtype=torch.float32, device=raw.device)
-    grid = (triton.cdiv(H, 32), triton.cdiv(n, 16))
+    grid = (cdiv(H, 32), cdiv(n, 16))
     low, high = limit
     at = (raw, dt_bias, dt, n, raw.stride(0), float(low), float(high))
     _steps_kernel[grid](*at, H=H, TOKENS=16, HEAD_BLOCK=32)
@@ -191,7 +192,7 @@ def prefill_conv(
     H, P, G, N = sizes
     n = plan.tokens
     # rows that begin at a multiple of 16: then prompts of any length take the same machine code
-    dt = torch.empty(H, triton.cdiv(n, 16) * 16, dtype=torch.float32, device=xbc.device)
+    dt = torch.empty(H, cdiv(n, 16) * 16, dtype=torch.float32, device=xbc.device)
     steps = StepSizes(dt_raw, dt, weights.dt_bias, weights.step_limit)
     taps = (weights.conv_weight, weights.conv_bias)
     out = conv_prompts(xbc, *taps, history, plan, steps, block, warps)
@@ -226,7 +227,7 @@ def conv_prompts(
     head_block = 32
     raw, dt, dt_bias, (low, high) = steps or StepSizes(None, None, None, (0.0, 0.0))
     heads, dt_stride = (0, 0) if raw is None else (raw.shape[1], raw.stride(0))
-    blocks = triton.cdiv(conv_dim, block) + triton.cdiv(heads, head_block)
+    blocks = cdiv(conv_dim, block) + cdiv(heads, head_block)
     _prefill_conv_kernel[(blocks, len(plan.blocks))](
         channels,
         raw,
@@ -239,7 +240,7 @@ def conv_prompts(
         plan.requests,
         plan.segments,
         plan.blocks,
-        triton.cdiv(plan.tokens, 16) * 16,
+        cdiv(plan.tokens, 16) * 16,
         channels.stride(0),
         dt_stride,
         history.stride(0),

@@ -9,12 +9,11 @@ root for the next one; a node's output is formed on the first path that it is on
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.recurrence.gluon_step import (
     LOG2_E,
     PLAIN,
@@ -257,7 +256,7 @@ def tree_verify(
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
     M, (tile, rest, warps) = step.journal.shape[1], tiles or choose_tiles(P, N)
-    padded = max(16, triton.next_power_of_2(T + M))
+    padded = max(16, next_power_of_2(T + M))
     masks = gl.int32 if T < 32 else gl.int64
     tables = (*step[:5], step.ancestors, step.fold)  # up to the rows
     lengths = (T, buffers.xB.shape[1], M, state.stride(0))
@@ -268,7 +267,7 @@ def tree_verify(
         REST=rest,
         J=min(padded, MAX_ROWS),
         LONG=padded > MAX_ROWS,
-        NODES=triton.next_power_of_2(T),
+        NODES=next_power_of_2(T),
         BITS=None if T == 1 else masks,
         num_warps=warps,
         maxnreg=REGISTERS,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import (
     blocks_of,
     inside_row,
@@ -126,7 +126,7 @@ def _launch_norm(
     rows, own, warps = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None), choose_warps
     if rounds := isinstance(out, Rounded):
         rows, own, warps = 1, (out.scale, out.values, out.scale), warps_of_row
-    _norm_kernel[(triton.cdiv(n, rows),)](
+    _norm_kernel[(cdiv(n, rows),)](
         x,
         x if added is None else added,
         weight,

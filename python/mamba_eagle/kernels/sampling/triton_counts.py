@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import next_power_of_2
+
 # views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "tokens", "number"]
 
@@ -36,6 +38,6 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) 
         number.contiguous(),
         counts.shape[1],
         width,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=next_power_of_2(width),
         num_warps=1,
     )

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv
+
 BLOCK = 2048
 
 
@@ -32,6 +34,6 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
     """As ``TokenOps``': logits [n, V], rows [m] int64, masks [m, W] int32 -> [n, V]."""
     n, vocab = logits.shape
     out = torch.empty_like(logits) if len(rows) == n else logits.clone()
-    grid = (len(rows), triton.cdiv(vocab, BLOCK))
+    grid = (len(rows), cdiv(vocab, BLOCK))
     _mask_kernel[grid](logits, rows, masks, out, vocab, masks.shape[1], BLOCK=BLOCK, num_warps=8)
     return out

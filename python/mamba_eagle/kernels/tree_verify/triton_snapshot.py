@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
@@ -192,7 +193,7 @@ def commit_snapshots(
     """
     layers, R, W, *shape = node_states.shape
     size = torch.Size(shape).numel()
-    _copy_kernel[(triton.cdiv(size, block), layers, len(slots))](
+    _copy_kernel[(cdiv(size, block), layers, len(slots))](
         node_states,
         state,
         slots,
