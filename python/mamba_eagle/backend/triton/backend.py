@@ -22,7 +22,6 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
-from mamba_eagle.backend.triton import launches
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.deferred import TritonDeferred
@@ -134,8 +133,6 @@ class TritonBackend(Backend):
         super().__init__(place, dtype, TritonOps())
         self.flashinfer = flashinfer
         self.builds: KernelBuilds | None = None
-        if place.overlaps:  # not in Triton's interpreter
-            launches.install()
 
     def prepare_builds(self, about: str) -> None:
         if self.place.overlaps:  # not in Triton's interpreter

@@ -18,7 +18,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from launch_keys import Keys, NoDevice
 from runner_harness import Engine, Live, Settings, greedy, random_prompt, sampled
 from test_runner_graphs import LikeGpu, without_graphs
 from tiny_model import GPU_DELTA_SIZES, write_delta_model, write_head, write_model
@@ -30,6 +29,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -68,6 +68,19 @@ SETTINGS = {
     "exact-delta-rule": TREE._replace(algorithm="NONE"),
     "adapters": TREE,
 }
+
+
+class NoDevice:
+    """As far as Triton asks before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture
@@ -214,7 +227,6 @@ def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
         monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     settings, model = SETTINGS[name], folders.get(name, folders["model"])
     assert model is not None
-    keys = Keys()
     with dry_run() as run:
         engine = Engine(
             model, folders[settings.algorithm], settings, max_running_requests=4,
@@ -225,13 +237,10 @@ def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
         known, graphs = set(run.builds), engine.runner.steps.num_graphs
         assert len(known) > 20 and graphs > 5
         load = Load(engine)
-        with monkeypatch.context() as during:
-            during.setattr(JITFunction, "run", keys.before(JITFunction.run))
-            for number in range(STEPS):
-                load.step(number)
+        for number in range(STEPS):
+            load.step(number)
         assert names(set(run.builds) - known) == []
         assert engine.runner.steps.num_graphs == graphs and engine.runner.num_compiled == 0
-    assert keys.tritons_per_key == 1 and len(keys.seen) > 20  # ours differ wherever Triton's do
 
 
 OVERLOADS = """
