@@ -37,9 +37,9 @@ if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be m
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import patch_languages_once
+    from interpreter import make_quicker
 
-    patch_languages_once()
+    make_quicker()
 
 
 @pytest.fixture(autouse=True)
