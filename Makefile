@@ -98,12 +98,11 @@ $(BIN)/python:
 	echo "or name another one: make PYTHON=/path/to/python" >&2; \
 	exit 1
 
-# Modules are compiled at their first import: most of what torch and others bring has none.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV): torch and others, a few minutes and up to some GB the first time"
-	$(BIN)/python -m pip install --no-compile -e .
+	$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile -e '.[test]'
+	$(BIN)/python -m pip install -e '.[test]'
 	@touch $@ $(VENV)/.installed
