@@ -42,6 +42,7 @@ def test_slime(trainer: httpx.Client) -> None:
         "top_p": 1.0,
         "top_k": -1,
         "max_new_tokens": 12,
+        "ignore_eos": True,  # not slime's: a sample may end before
         "stop": None,
         "stop_token_ids": None,
         "skip_special_tokens": False,
@@ -75,6 +76,7 @@ def test_slime(trainer: httpx.Client) -> None:
 def test_prime_rl(trainer: httpx.Client) -> None:
     send(trainer, "/liveness", method="GET")
     sampling = {"temperature": 1.0, "max_tokens": 12, "seed": 3, "logprobs": 1}
+    sampling["ignore_eos"] = True  # not prime-rl's: a sample may end before
     body = {"token_ids": IDS, "sampling_params": sampling, "cache_salt": "4"}
     first = send(trainer, "/inference/v1/generate", body)
     (choice,) = first["choices"]
@@ -86,10 +88,8 @@ def test_prime_rl(trainer: httpx.Client) -> None:
     assert send(trainer, "/is_paused", method="GET") == {"is_paused": True}
     send(trainer, "/update_weights", {"weight_dir": str(EMBEDDED_MODEL)})
     send(trainer, "/resume")
-    assert (
-        send(trainer, "/inference/v1/generate", body)["choices"][0]["token_ids"]
-        == (choice["token_ids"])
-    )
+    (again,) = send(trainer, "/inference/v1/generate", body)["choices"]
+    assert again["token_ids"] == choice["token_ids"]
 
 
 def test_trl(trainer: httpx.Client) -> None:
