@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,7 +164,7 @@ def tree_times(args: argparse.Namespace) -> Iterator[results.Line]:
     """Microseconds for all masks of a tree whose nodes the grammar allows, nine in ten."""
     for size in SIZES:
         vocabulary, luck = vocabulary_of(size), random.Random(5)
-        matchers = Matchers(lambda vocabulary=vocabulary: vocabulary, size, (2,))
+        matchers = Matchers(partial(vocabulary_of, size), size, (2,))
         grammars = [json_schema_grammar(random_schema(luck)).text for _ in range(20)]
         for nodes in TREES:
             times = []
@@ -195,7 +196,8 @@ def allowed(mask: Any, vocabulary: Vocabulary) -> list[int]:
 def random_tree(
     grammar: Any, nodes: int, vocabulary: Vocabulary, luck: random.Random
 ) -> tuple[list[int], list[int]]:
-    tokens, parents, paths = [0], [0], [()]
+    tokens, parents = [0], [0]
+    paths: list[tuple[int, ...]] = [()]
     while len(tokens) < nodes:
         parent = luck.randrange(max(0, len(tokens) - 8), len(tokens))
         mask = grammar.mask_behind(paths[parent])

@@ -173,6 +173,7 @@ def measure_ours(
     """In a process of its own."""
     from mamba_eagle.layers.weights import weight_bytes
     from mamba_eagle.runner.leader import make_runner
+    from mamba_eagle.runner.model_runner import ModelRunner
 
     logging.disable(logging.WARNING)
     path = str(Path(folder) / job.model)
@@ -194,6 +195,7 @@ def measure_ours(
     runner = make_runner(config)
     load, load_cpu = time.perf_counter() - begin, time.process_time() - cpu
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    assert isinstance(runner, ModelRunner)
     engine = BatchEngine(config, runner)
     made: dict[str, Any] = {"load_seconds": load, "load_cpu_seconds": load_cpu, "rss_mb": rss}
     made["weight_mb"] = weight_bytes(runner.model) / 1e6
@@ -231,7 +233,7 @@ class Player(NamedTuple):
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant[Player, Round]]:
-    found = []
+    found: list[Contestant[Player, Round]] = []
     shapes = [Shape(1, length) for length in args.input_len]
     shapes += [Shape(batch, BATCH_PROMPT) for batch in args.batch_size if batch > 1]
     given = [f"{shape.batch}:{shape.input_len}" for shape in shapes]
@@ -346,8 +348,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if args.measure:
-        *sizes, shapes = json.loads(args.measure)
-        job = Job(*sizes, shapes=tuple(Shape(*each) for each in shapes))
+        model, bits, threads, steps, shapes = json.loads(args.measure)
+        job = Job(model, bits, threads, steps, tuple(Shape(*each) for each in shapes))
         how = (args.cpu_prompt_dtype, args.quantize_lm_head)
         print(json.dumps(measure_ours(args.folder, job, *how)))
         return

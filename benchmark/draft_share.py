@@ -99,6 +99,7 @@ def measure(name: str, nodes: int, batches: list[int], bits: str) -> list[dict[s
     """bits: how the drafter's weights are kept."""
     config = engine_config(name, nodes, batches, bits)
     runner = make_runner(config)
+    assert isinstance(runner, ModelRunner)
     if config.tree_shape != PLAIN:
         runner.simulate_accept_length(ACCEPTED)
     engine, found = BatchEngine(config, runner), []

@@ -130,6 +130,7 @@ def contestants(
         config = sized_for(settings(args, drafter, shape), batch, longest + MAX_ANSWER_TOKENS)
         name = drafter.partition("=")[0]
         runner = make_runner(config)
+        assert isinstance(runner, ModelRunner)
         player = Player(name, shape, BatchEngine(config, runner), DraftClock(runner))
         yield Contestant(f"{name} {shape}", player)
 

@@ -17,6 +17,7 @@ import itertools
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -33,10 +34,14 @@ from mamba_eagle.runner.model_runner import ModelRunner
 
 MODELS = Path(__file__).parent / "models"
 INPUT = 32
-TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
+TREE: dict[str, Any] = {
+    "speculative_eagle_topk": 3,
+    "speculative_num_steps": 5,
+    "speculative_num_draft_tokens": 8,
+}
 CHAIN = {**TREE, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}
 FIXED = {"speculative_adaptive": False}
-CHOICES: dict[str, dict[str, object]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "chosen": {},
     "chain": {**CHAIN, **FIXED},
     "none": {"speculative_algorithm": "NONE", **FIXED},
@@ -82,7 +87,9 @@ def measure(args: argparse.Namespace) -> None:
     for forced in args.accept_length:
         length.fill_(forced)
         configs = {name: dataclasses.replace(config, **own) for name, own in CHOICES.items()}
-        players = [Contestant(name, Scheduled(own, runner)) for name, own in configs.items()]
+        players: list[Contestant[Scheduled, Round]] = [
+            Contestant(name, Scheduled(own, runner)) for name, own in configs.items()
+        ]
         for batch in args.batch_size:
             answered = partial(play, prompts=prompts[:batch], args=args)
             play_rounds(players, answered, args.warm_up)

@@ -25,6 +25,7 @@ from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
+from mamba_eagle.runner.model_runner import ModelRunner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 
@@ -62,9 +63,10 @@ def main() -> None:
             log_level="error",
         )
         config = sized_for(resolve(config), 1, 64)
-        model = make_runner(config).model
+        runner = make_runner(config)
+        assert isinstance(runner, ModelRunner)
         texts = tokenized(config.tokenizer_path, read_examples(args.data_path)[: args.texts])
-        value = perplexity(model, texts)
+        value = perplexity(runner.model, texts)
         print(f"{mode:>6} {value:9.4f}")
         lines.append(
             {
@@ -75,7 +77,7 @@ def main() -> None:
                 "model": Path(config.model_path).name,
                 "texts": len(texts),
                 "tokens": sum(len(ids) - 1 for ids in texts),
-                "weight_mb": round(weight_bytes(model) / 1e6, 2),
+                "weight_mb": round(weight_bytes(runner.model) / 1e6, 2),
                 "cpu": facts.cpu_model(),
                 "torch": torch.__version__,
                 "commit": facts.commit(),

@@ -74,7 +74,7 @@ def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links
         busy += time.perf_counter() - began
         return made
 
-    runner.model.run_layers = run_layers
+    runner.model.run_layers = run_layers  # type: ignore[method-assign, assignment]
     plans, answers = links.plans[rank], links.answers
     if runner.model.config.is_last_stage:
         answers.put(runner.ready)
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> list[results.Line]:
         replace(
             EngineConfig(device="cpu", pp_size=args.pp_size, disable_radix_cache=True),
             speculative_adaptive=False,
-            **({"speculative_algorithm": "NONE"} if args.plain else {}),
+            speculative_algorithm="NONE" if args.plain else "auto",
         )
     )
     config = sized_for(config, max(args.clients), INPUT + OUTPUT)

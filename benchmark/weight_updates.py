@@ -51,7 +51,9 @@ def write_checkpoint(folder: Path, geometry: Path, seed: int, device: str, most:
     with created_as(torch.bfloat16, torch.device("meta")):
         model = model_class(sizes)(sizes)
     draw = torch.Generator(device).manual_seed(seed)
-    places, part, written = {}, {}, 0
+    places: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+    written = 0
     names = dict(model.named_parameters())
     for name, like in names.items():
         value = random_weight(name, like, draw).expand(like.shape).to("cpu", like.dtype)
@@ -178,7 +180,7 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
         of_first = await trainer.seen()
         loads = [trainer.stream(number, args.tokens, []) for number in range(args.clients)]
         await asyncio.gather(*loads)
-        control = await trainer.seen()
+        of_first_again = await trainer.seen()
         add(
             "update_beside_clients_s",
             clients=args.clients,
@@ -208,7 +210,7 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
         await trainer.update(first, "A again")
         seen.append((of_first, await trainer.seen()))
         for name, same in (
-            ("control_texts", [of_first.texts == control.texts]),
+            ("control_texts", [of_first.texts == of_first_again.texts]),
             ("same_weights", [a.sums == b.sums for a, b in seen]),
             ("repeated_texts", [one.repeats for pair in seen for one in pair]),
             ("same_texts", [a.texts == b.texts for a, b in seen]),

@@ -32,14 +32,14 @@ def saved_flops(node: Node) -> float:
 
 
 class Lru(CachedStates):
-    def score(self, node: Node) -> int:  # type: ignore[override]
+    def score(self, node: Node) -> int:
         return node.state_used_at
 
 
 class Flops(CachedStates):
     """All states are of one size: FLOPs per byte are in the order of FLOPs."""
 
-    def score(self, node: Node) -> int:  # type: ignore[override]
+    def score(self, node: Node) -> int:
         return int(node.inflation + saved_flops(node))
 
 
@@ -51,7 +51,7 @@ class RememberedUse(CachedStates):
         self.ghosts: dict[bytes, tuple[float, int]] = {}
         super().__init__(tree, slots)
 
-    def score(self, node: Node) -> int:  # type: ignore[override]
+    def score(self, node: Node) -> int:
         uses = self.uses[node][0] if node in self.uses else 1.0
         return int(node.inflation + saved_flops(node) * uses)
 
