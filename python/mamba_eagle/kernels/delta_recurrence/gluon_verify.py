@@ -32,7 +32,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     store_numbers,
     tile_layout,
 )
-from mamba_eagle.kernels.recurrence.gluon_verify import leaves_of, next_node
+from mamba_eagle.kernels.recurrence.gluon_verify import walk_tree
 from mamba_eagle.kernels.recurrence.layout import Tiles, check_sizes
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done
@@ -91,14 +91,15 @@ def _prepare_nodes(tokens, given, T, own, keeps, sizes, EPS: gl.constexpr, num_w
 
 
 @gluon.jit
-def _node(S, tokens, node, new, own, row_u, y, HP: gl.constexpr):
+def _node(S, given, node, new):
     """The state after a node. If it is new, its u goes to its row, and its output is written."""
-    S, u = advance(S, tokens, node)
+    tokens, rows, row_u, y, width = given
+    after, u = advance(S[0], tokens, node)
     if new:
-        row = gl.load(own + node).to(gl.int32)
-        gl.store(row_u + row * HP + gl.arange(0, S.shape[0], u.type.layout), u)
-        write_output(S, tokens, node, y + node * HP)
-    return S
+        row = gl.load(rows + node).to(gl.int32)
+        gl.store(row_u + row * width + gl.arange(0, after.shape[0], u.type.layout), u)
+        write_output(after, tokens, node, y + node * width)
+    return (after,)
 
 
 @gluon.jit(do_not_specialize=["T", "W", "M"])
@@ -175,23 +176,10 @@ def _verify_kernel(
     _prepare_nodes(tokens, given, T, rows, keeps, (H, G * N, WIDTH), EPS, num_warps)
     barrier()
     y += at * (H * P) + first
-    S = _node(S, tokens, 0, True, rows, row_u, y, H * P)
+    given = (tokens, rows, row_u, y, H * P)
+    S = _node((S,), given, 0, True)
     if BITS is not None:
-        banks: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        after_root = gl.allocate_shared_memory(gl.float32, [TILE, N], banks, S)
-        ancestors += request * T
-        done = gl.full([], 1, BITS)
-        leaves = leaves_of(ancestors, T, BITS, num_warps)
-        node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
-        while node >= 0:
-            S = after_root.load(layout)
-            begins = node < 0
-            while not begins:
-                later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
-                bit = gl.full([], 1, BITS) << node.to(BITS)
-                S = _node(S, tokens, node, (done & bit) == 0, rows, row_u, y, H * P)
-                done |= bit
-                node = later
+        walk_tree(S, ancestors + request * T, T, given, BITS, _node, num_warps)
 
 
 def tree_verify(

@@ -25,6 +25,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     prepare,
     read_layout,
     store_numbers,
+    store_tiles,
     tile_feed,
     tile_layout,
     write_output,
@@ -107,12 +108,6 @@ def load_state(state, slot, stride, TILE: gl.constexpr, N: gl.constexpr, layout:
 
 
 @gluon.jit
-def _store_state(state, S):
-    layout: gl.constexpr = S.type.layout
-    gl.store(state + in_state(S.shape[0], S.shape[1], layout), S)
-
-
-@gluon.jit
 def walk(
     S, state, y, segments, bounds, copies, given, state_stride,
     WIDTH: gl.constexpr, PREPARE: gl.constexpr, TOKEN: gl.constexpr, num_warps: gl.constexpr,
@@ -147,9 +142,7 @@ def walk(
             barrier()
             stage = 1 - stage
         if slot >= 0:
-            saved = state + slot * state_stride
-            for i in gl.static_range(len(S)):
-                _store_state(saved + i * (S[0].shape[0] * S[0].shape[1]), S[i])
+            store_tiles(state + slot * state_stride, S)
 
 
 @gluon.jit

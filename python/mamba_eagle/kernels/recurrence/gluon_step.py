@@ -64,6 +64,19 @@ def in_state(TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _store_tile(state, S):
+    layout: gl.constexpr = S.type.layout
+    gl.store(state + in_state(S.shape[0], S.shape[1], layout), S)
+
+
+@gluon.jit
+def store_tiles(state, S):
+    """S: tiles that follow each other, [TILE, N] and fewer rows; state: where the first begins."""
+    for i in gl.static_range(len(S)):
+        _store_tile(state + i * (S[0].shape[0] * S[0].shape[1]), S[i])
+
+
+@gluon.jit
 def tile_feed(ROWS: gl.constexpr, NODES: gl.constexpr, TILE: gl.constexpr, B, C):
     """Room for what a tile is fed: x of NODES rows, the rest of ROWS."""
     return (

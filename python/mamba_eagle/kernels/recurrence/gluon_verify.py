@@ -25,6 +25,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     read_layout,
     read_rows,
     store_numbers,
+    store_tiles,
     tile_feed,
     tile_layout,
     write_output,
@@ -108,6 +109,50 @@ def next_node(ancestors, path, leaves, BITS: gl.constexpr):
     return _lowest(path), path & (path - 1), leaves, begins
 
 
+@gluon.jit
+def walk_tree(
+    S, ancestors, T, given, BITS: gl.constexpr, NODE: gl.constexpr, num_warps: gl.constexpr
+):
+    """From the state after the root along the path to each leaf.
+
+    S: tiles of a head, the first of which waits for the next path in shared memory; ancestors: the
+    request's. NODE(S, given, node, new) returns the state after a node, and writes the output of
+    one that is on no path before."""
+    banks: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    after_root = gl.allocate_shared_memory(gl.float32, S[0].shape, banks, S[0])
+    rest_after_root = S[1:]
+    done = gl.full([], 1, BITS)
+    leaves = leaves_of(ancestors, T, BITS, num_warps)
+    node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
+    while node >= 0:
+        S = (after_root.load(S[0].type.layout),) + rest_after_root
+        begins = node < 0
+        while not begins:
+            later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
+            bit = gl.full([], 1, BITS) << node.to(BITS)
+            S = NODE(S, given, node, (done & bit) == 0)
+            done |= bit
+            node = later
+
+
+@gluon.jit
+def _advance(S, feeds, row):
+    after = ()
+    for i in gl.static_range(len(S)):
+        after += (advance(S[i], feeds[i], row),)
+    return after
+
+
+@gluon.jit
+def _node(S, given, node, new):
+    feeds, nodes_at, skip, y, width = given
+    S = _advance(S, feeds, nodes_at + node)
+    if new:
+        for i in gl.static_range(len(S)):
+            write_output(S[i], feeds[i], node, skip, y + node * width + i * S[0].shape[0])
+    return S
+
+
 @gluon.jit(do_not_specialize=["T", "W", "M"])
 def _verify_kernel(
     xB,  # [R, W, H*P + G*N]
@@ -142,9 +187,7 @@ def _verify_kernel(
     num_warps: gl.constexpr,
 ):
     WIDTH: gl.constexpr = H * P + G * N
-    SECOND: gl.constexpr = REST if REST else TILE
     layout: gl.constexpr = tile_layout(TILE, num_warps)
-    rest_layout: gl.constexpr = tile_layout(SECOND, num_warps)
     first = gl.program_id(0) * (TILE + REST)
     request = gl.program_id(1)
     head = first // P
@@ -157,10 +200,9 @@ def _verify_kernel(
     if fold is not None:
         folding = (gl.load(fold + request) != 0) & (length > 0)
     state += gl.load(state_slots + request).to(gl.int64) * state_stride + first * N
-    S = gl.load(state + in_state(TILE, N, layout))
-    S_rest = S
+    S = (gl.load(state + in_state(TILE, N, layout)),)
     if REST:
-        S_rest = gl.load(state + TILE * N + in_state(REST, N, rest_layout))
+        S += (gl.load(state + TILE * N + in_state(REST, N, tile_layout(REST, num_warps))),)
     rate = gl.load(A + head) * LOG2_E
     skip = gl.load(D + head)
     previous_done(OVERLAP)
@@ -172,65 +214,33 @@ def _verify_kernel(
     journal += request * M
     B_shared = gl.allocate_shared_memory(gl.float32, [J, N], PLAIN)
     C_shared = gl.allocate_shared_memory(gl.float32, [NODES, N], PLAIN)
-    feed = tile_feed(J, NODES, TILE, B_shared, C_shared)
-    feed_rest = feed
+    feeds = (tile_feed(J, NODES, TILE, B_shared, C_shared),)
     if REST:
-        feed_rest = tile_feed(J, NODES, REST, B_shared, C_shared)
+        feeds += (tile_feed(J, NODES, REST, B_shared, C_shared),)
     _prepare_C(C_shared, T, C + request * T * (G * N) + group * N, G * N, num_warps)
     nodes_at = -1  # the root's row among those that are prepared
     while nodes_at < 0:
         tables = (journal, rows, length, T)
         _prepare_B(B_shared, tables, B, WIDTH, num_warps)
-        _prepare_x(feed, tables, x, dt, rate, WIDTH, H, num_warps)
-        if REST:
-            _prepare_x(feed_rest, tables, x + TILE, dt, rate, WIDTH, H, num_warps)
+        for i in gl.static_range(len(feeds)):
+            _prepare_x(feeds[i], tables, x + i * TILE, dt, rate, WIDTH, H, num_warps)
         barrier()
         count = gl.minimum(length, J) if LONG else length
         for k in range(count):
-            S = advance(S, feed, k)
-            if REST:
-                S_rest = advance(S_rest, feed_rest, k)
+            S = _advance(S, feeds, k)
         nodes_at = gl.where(length + T > J, -1, count) if LONG else count
         if LONG:
             barrier()
             length -= count
             journal += count
     if folding:
-        gl.store(state + in_state(TILE, N, layout), S)
-        if REST:
-            gl.store(state + TILE * N + in_state(REST, N, rest_layout), S_rest)
+        store_tiles(state, S)
 
     y += request.to(gl.int64) * T * (H * P) + first
-    S = advance(S, feed, nodes_at)
-    write_output(S, feed, 0, skip, y)
-    if REST:
-        S_rest = advance(S_rest, feed_rest, nodes_at)
-        write_output(S_rest, feed_rest, 0, skip, y + TILE)
+    given = (feeds, nodes_at, skip, y, H * P)
+    S = _node(S, given, 0, True)
     if BITS is not None:
-        banks: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        after_root = gl.allocate_shared_memory(gl.float32, [TILE, N], banks, S)
-        rest_after_root = S_rest
-        ancestors += request * T
-        done = gl.full([], 1, BITS)
-        leaves = leaves_of(ancestors, T, BITS, num_warps)
-        node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
-        while node >= 0:
-            S = after_root.load(layout)
-            S_rest = rest_after_root
-            begins = node < 0
-            while not begins:
-                later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
-                at = y + node * (H * P)
-                bit = gl.full([], 1, BITS) << node.to(BITS)
-                S = advance(S, feed, nodes_at + node)
-                if REST:
-                    S_rest = advance(S_rest, feed_rest, nodes_at + node)
-                if (done & bit) == 0:
-                    write_output(S, feed, node, skip, at)
-                    if REST:
-                        write_output(S_rest, feed_rest, node, skip, at + TILE)
-                done |= bit
-                node = later
+        walk_tree(S, ancestors + request * T, T, given, BITS, _node, num_warps)
 
 
 def tree_verify(
