@@ -5,8 +5,6 @@ and needs no service beside it. What was sent before it listened, or is missed, 
 replayed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Ray Serve's choice of a replica by what the replicas' caches have, as their KV events say."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -12,8 +12,6 @@ beginning went to before, as Ray's own router remembers; bytes go through as the
 ``build_app`` is for ``serve run`` and for configuration files of Ray Serve.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

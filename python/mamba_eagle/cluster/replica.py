@@ -1,7 +1,5 @@
 """One server as a child process, and requests passed on to it byte by byte."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
