@@ -7,20 +7,13 @@ replayed.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from dynamo.llm import SelectionService
 
+from mamba_eagle.cluster.replica import EventSource
 from mamba_eagle.events_config import BLOCK
 
 SCOPE = {"model_name": "model"}  # one index has the replicas of one model
-
-
-class EventSource(NamedTuple):
-    """Addresses of a replica's sockets, as --kv-events-config names them."""
-
-    endpoint: str
-    replay_endpoint: str
 
 
 class EventIndex:
