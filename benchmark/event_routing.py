@@ -43,7 +43,8 @@ from benchmark.lib.server import ServerProcess, exit_on_sigterm, free_port
 from benchmark.ray_kill import REPLICAS, replicas, wait_for
 from benchmark.routers import FLAGS, Load, Setting, measure
 from mamba_eagle.bench import results
-from mamba_eagle.cluster.event_index import EventIndex, EventSource
+from mamba_eagle.cluster.event_index import EventIndex
+from mamba_eagle.cluster.replica import EventSource
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.events_config import BLOCK
 

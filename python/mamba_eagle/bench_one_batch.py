@@ -98,16 +98,12 @@ class Served(NamedTuple):
         return lines
 
 
-def measure_server(args: argparse.Namespace, text: str) -> None:
+async def measure_server(args: argparse.Namespace, text: str) -> None:
     """Every combination of batch size, input and output length in ``args``, printed as it comes.
     text: what prompts are cut from.
 
     Raises: ServerError
     """
-    asyncio.run(_measure_server(args, text))
-
-
-async def _measure_server(args: argparse.Namespace, text: str) -> None:
     url = full_url(args.url)
     async with Client(url, args.api_key) as client:
         tokens = await client.tokenize(text)
@@ -158,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         if config != EngineConfig():
             parser.error(f"--url {args.url}: the server has its own model; leave its flags out")
         try:
-            measure_server(args, "\n".join(problem_texts(SERVED_PROBLEMS)))
+            asyncio.run(measure_server(args, "\n".join(problem_texts(SERVED_PROBLEMS))))
         except ServerError as error:
             sys.exit(f"error: {error}")
         return

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -99,14 +98,10 @@ def device_name(device: str = "auto") -> str:
 
 def copy_tb_s() -> float:
     """Rate of the GPU's own copies within its memory, bytes read and bytes written, TB/s."""
-    source = torch.randn(COPIED_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    return bandwidth_tb_s(lambda: target.copy_(source), 2 * source.nbytes)
-
-
-def bandwidth_tb_s(launch: Callable[[], object], num_bytes: int) -> float:
-    """Rate of a launch that moves ``num_bytes``. It is not captured in a graph, where a copy may be
-    given to a slower engine."""
     import triton  # optional: there is none for every machine
 
-    return float(num_bytes / triton.testing.do_bench(launch, return_mode="median") / 1e9)
+    source = torch.randn(COPIED_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    # not captured in a graph, where a copy may be given to a slower engine
+    taken = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return float(2 * source.nbytes / taken / 1e9)

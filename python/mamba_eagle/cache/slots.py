@@ -44,6 +44,7 @@ from typing import NamedTuple
 
 from mamba_eagle.cache.node import Match, Node, StateKind, Tokens
 from mamba_eagle.cache.slot_pools import SlotPools
+from mamba_eagle.message import JournalPart
 from mamba_eagle.message.indices import Indices, indices
 
 
@@ -77,15 +78,6 @@ class Trail:
 
 
 @dataclass(slots=True)
-class PromptJournal:
-    """Rows of a prompt's last tokens, while its chunks are being sent."""
-
-    slot: int  # journal slot
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
 class HeldSlots:
     """What one request holds from ``admit`` to ``release``. Changed by ``Slots`` alone."""
 
@@ -100,7 +92,7 @@ class HeldSlots:
     folded: int  # position that S0 was last known to be at
     salt: int = 0  # of its prefix in the cache
     followed: bool = True  # the drafter has processed all up to ``inserted``, and goes on
-    prompt_journal: PromptJournal | None = None
+    prompt_journal: JournalPart | None = None  # of its last tokens, while chunks are being sent
     trail: Trail | None = None
     duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
 
@@ -266,7 +258,9 @@ class Slots(SlotPools):
         if not self.cache.attach_state(held.node, position, state_slot, kind, held.followed):
             self.states.free([state_slot])
 
-    def settle(self, held: HeldSlots, tree: Indices, accepted: Sequence[int], folded: int) -> None:
+    def settle(
+        self, held: HeldSlots, tree: Sequence[int], accepted: Sequence[int], folded: int
+    ) -> None:
         """The result of a decode step is back: accepted nodes keep their KV slots, the others are
         free.
 
@@ -275,7 +269,7 @@ class Slots(SlotPools):
         """
         held.folded = max(held.folded, folded)
         if len(accepted) == len(tree):
-            held.kv += tree
+            held.kv.extend(tree)
             return
         kept = set(accepted)
         held.kv.extend(tree[node] for node in accepted)

@@ -5,24 +5,15 @@ and needs no service beside it. What was sent before it listened, or is missed, 
 replayed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from dynamo.llm import SelectionService
 
+from mamba_eagle.cluster.replica import EventSource
 from mamba_eagle.events_config import BLOCK
 
 SCOPE = {"model_name": "model"}  # one index has the replicas of one model
-
-
-class EventSource(NamedTuple):
-    """Addresses of a replica's sockets, as --kv-events-config names them."""
-
-    endpoint: str
-    replay_endpoint: str
 
 
 class EventIndex:

@@ -1,7 +1,5 @@
 """Ray Serve's choice of a replica by what the replicas' caches have, as their KV events say."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -17,9 +15,9 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from mamba_eagle.cluster.event_index import EventIndex, EventSource
+from mamba_eagle.cluster.event_index import EventIndex
 from mamba_eagle.cluster.prompts import to_tokenize
-from mamba_eagle.cluster.replica import Forwarded, Published
+from mamba_eagle.cluster.replica import EventSource, Forwarded
 from mamba_eagle.cluster.scores import Scores
 
 log = logging.getLogger("mamba_eagle.cluster")
@@ -33,7 +31,7 @@ class EventRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
         self._index = EventIndex()
         self._client: aiohttp.ClientSession | None = None  # it belongs to the loop of requests
-        self._published: dict[str, Published] = {}
+        self._published: dict[str, EventSource] = {}
         self._open: Counter[ReplicaID] = Counter()  # requests
         self._scores = Scores()
         self._following: set[asyncio.Task[None]] = set()
@@ -41,15 +39,11 @@ class EventRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._published = {
-            str(replica.replica_id): Published(**replica.routing_stats)
+            str(replica.replica_id): EventSource(**replica.routing_stats)
             for replica in replicas
             if replica.routing_stats  # Ray asks for them when it has started
         }
-        sources = {
-            name: EventSource(one.endpoint, one.replay_endpoint)
-            for name, one in self._published.items()
-        }
-        task = asyncio.get_running_loop().create_task(self._index.follow(sources))
+        task = asyncio.get_running_loop().create_task(self._index.follow(self._published))
         self._following.add(task)
         task.add_done_callback(self._following.discard)
 

@@ -1,7 +1,5 @@
 """``launch_server``, but it does not outlive the process that started it, however that ends."""
 
-from __future__ import annotations
-
 import sys
 
 from mamba_eagle import launch_server

@@ -1,8 +1,6 @@
 """What a request asks the model to continue: routers send equal beginnings to the same replica,
 whose cache has them. As text for one that compares texts, as tokens for one that knows caches."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -12,8 +12,6 @@ beginning went to before, as Ray's own router remembers; bytes go through as the
 ``build_app`` is for ``serve run`` and for configuration files of Ray Serve.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -35,9 +33,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mamba_eagle.cluster.prompts import prompt_of
 from mamba_eagle.cluster.replica import (
+    EventSource,
     Forwarded,
     Head,
-    Published,
     ServerChild,
     end_to_end,
     forward,
@@ -85,7 +83,7 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, flags: Sequence[str], with_events: bool
     ) -> None:
-        self.published: Published | None = None
+        self.published: EventSource | None = None
         if not with_events:
             self.server = ServerChild(flags)
         else:
@@ -93,7 +91,7 @@ class Replica:
             endpoint, replay_endpoint = (f"tcp://{node}:{free_port()}" for _ in range(2))
             config = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
             self.server = ServerChild([*flags, "--kv-events-config", json.dumps(config)], node)
-            self.published = Published(endpoint, replay_endpoint, self.server.url)
+            self.published = EventSource(endpoint, replay_endpoint, self.server.url)
         await self.server.wait_until_ready(READY_SECONDS)
 
     async def check_health(self) -> None:

@@ -1,7 +1,5 @@
 """One server as a child process, and requests passed on to it byte by byte."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
@@ -30,12 +28,13 @@ class Forwarded(NamedTuple):
     body: bytes
 
 
-class Published(NamedTuple):
-    """What a router by events knows of a replica: the sockets of its KV events, and its server."""
+class EventSource(NamedTuple):
+    """A replica as a router by events knows it: its sockets as --kv-events-config names them, and
+    its server."""
 
     endpoint: str
     replay_endpoint: str
-    url: str
+    url: str = ""
 
 
 class Head(NamedTuple):

@@ -1,7 +1,5 @@
 """Which replica a request goes to: what its cache has of the prompt, against how busy it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 # So far may the replica with most of a prompt be ahead of the idlest, in open requests. This is a

@@ -118,42 +118,31 @@ class _OfScheduler(Collector):
         self.cache = CacheUse()
 
     def collect(self) -> Iterator[Metric]:
-        steps = CounterMetricFamily(
-            PREFIX + "spec_steps",
-            "decode steps by the tree they drafted: plain, or topk x steps x nodes",
-            labels=["model_name", "shape"],
-        )
-        for shape, use in self.shapes.items():
-            steps.add_metric([self.model, shape], use.steps)
-        yield steps
-        yield from self._of_cache()
-        for name, help_text in GAUGES.items():
-            if name in self.values:
-                gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-                gauge.add_metric([self.model], self.values[name])
-                yield gauge
-
-    def _of_cache(self) -> Iterator[Metric]:
         cache = self.cache
+        steps = {shape: use.steps for shape, use in self.shapes.items()}
+        by_tree = "decode steps by the tree they drafted: plain, or topk x steps x nodes"
+        yield self._counter("spec_steps", by_tree, steps, "shape")
         for name, label, help_text, counts in (
             ("cache_hits", "kind", "requests that continued from a cached state", cache.hits),
             ("cache_saved_tokens", "kind", "prompt tokens not run again", cache.saved_tokens),
             ("cache_loaded_tokens", "tier", "prompt tokens brought up", cache.loaded_tokens),
             ("cache_lost_copies", "tier", "what a tier could not keep", cache.lost_copies),
         ):
-            family = CounterMetricFamily(
-                PREFIX + name, f"{help_text}, by its {label}", labels=["model_name", label]
-            )
-            for value, count in counts.items():
-                family.add_metric([self.model, value], count)
-            yield family
-        for name, help_text, count in (
-            ("cache_evicted_states", "states evicted", cache.evicted_states),
-            ("cache_evicted_tokens", "KV slots evicted", cache.evicted_tokens),
-        ):
-            family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            family.add_metric([self.model], count)
-            yield family
+            yield self._counter(name, f"{help_text}, by its {label}", counts, label)
+        yield self._counter("cache_evicted_states", "states evicted", {"": cache.evicted_states})
+        yield self._counter("cache_evicted_tokens", "KV slots evicted", {"": cache.evicted_tokens})
+        for name, help_text in GAUGES.items():
+            if name in self.values:
+                gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+                gauge.add_metric([self.model], self.values[name])
+                yield gauge
+
+    def _counter(self, name: str, help_text: str, counts: Mapping[str, int], *label: str) -> Metric:
+        """counts: by the label's values, if there is one."""
+        family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name", *label])
+        for value, count in counts.items():
+            family.add_metric([self.model, value] if label else [self.model], count)
+        return family
 
 
 class Recorder:

@@ -16,7 +16,7 @@ from mamba_eagle.runner.ranks import Ranks, check_agreement
 from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps, Verified
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
-from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
+from mamba_eagle.runner.steps.launched import Launched, PendingDecode
 from mamba_eagle.runner.steps.prompts import PromptRunner
 from mamba_eagle.runner.tiers.copies import StepCopies, TierCopies
 from mamba_eagle.runner.turns import Begun, Turns, draftable
@@ -177,9 +177,9 @@ class ModelRunner:
             check_agreement(plan.step, self.table, self.scheme, self.group)
             check_agreement(plan.step, self.table, self.scheme, self.stages, "stage")
         previous, self._ended, self._committed = self._ended, now(), plan.step
-        times = Times(previous, began, decode_began, self._ended)
+        times = (previous, began, decode_began, self._ended)
         copies = StepCopies.of(self.copies, plan) if self.copies is not None else None
-        launched.append(Launched(plan.step, prompts, trees, times, self.num_compiled, copies))
+        launched.append(Launched(plan.step, prompts, trees, *times, self.num_compiled, copies))
 
     def _verify(
         self, batch: DecodeBatch, run: Run, drafted: Drafted | None

@@ -3,14 +3,14 @@ the plans after it."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mamba_eagle.cache.node import Node
+from mamba_eagle.cache.node import Node, StateKind
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SESSIONS
-from mamba_eagle.message import AnchorMove, DraftCopy, JournalPart, RunnerReady
-from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
+from mamba_eagle.message import AnchorMove, DraftCopy, JournalPart, PrefillItem, RunnerReady
+from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -79,16 +79,20 @@ class PlanBooking:
             plan.message.moves.append(AnchorMove(rows, fold.state_slot))
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
-            if request.held is not None and self.drafter_reads != "nothing":
-                request.held.followed = False
-        for request, _, _ in plan.decodes:
+            if request.held is not None:
+                plan.message.untrack.append(request.held.slot)
+                request.held.followed &= self.drafter_reads == "nothing"
+        for request in plan.decodes:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += 1
-        for chunk in plan.chunks:
-            self._book_chunk(chunk)
+        for request, item in zip(plan.prompts, plan.message.prefill):
+            self._book_chunk(request, item, plan.kinds)
 
-    def _book_chunk(self, chunk: Chunk) -> None:
-        request, held, item, kinds = chunk
+    def _book_chunk(
+        self, request: Request, item: PrefillItem, kinds: Mapping[int, StateKind]
+    ) -> None:
+        held = request.held
+        assert held is not None
         request.plans_in_flight += 1
         request.min_tokens_in_flight += item.is_last
         if item.first is not None:
@@ -103,8 +107,7 @@ class PlanBooking:
         if copies[0]:
             item.draft_copy = DraftCopy(*copies)
         for save in item.saves:
-            if save.position in kinds:  # others are the request's own
-                kind = kinds[save.position]
+            if (kind := kinds.get(save.state_slot)) is not None:  # others are the request's own
                 self.slots.attach_state(held, save.position, save.state_slot, kind)
         if item.is_last:
             if held.prompt_journal is not None:

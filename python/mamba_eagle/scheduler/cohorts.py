@@ -72,13 +72,10 @@ class Cohorts:
         """``Plan.after`` of a plan that is about to be sent: the newest step that one of its
         decoding requests was in, or that has been answered. So whatever the scheduler gave away
         because of an answer, slots above all, is free in all stages."""
-        needed = [item.request.newest_step for item in plan.decodes]
+        needed = [request.newest_step for request in plan.decodes]
         self._after = max([self._after, self._answered, *needed])
         self._planned = plan.message.step
-        for request in (
-            *(chunk.request for chunk in plan.chunks),
-            *(d.request for d in plan.decodes),
-        ):
+        for request in (*plan.prompts, *plan.decodes):
             request.newest_step = plan.message.step
         return self._after
 

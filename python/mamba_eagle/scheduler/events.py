@@ -11,8 +11,6 @@ A subscriber that comes late asks for a batch that is not kept any more. It is t
 with the last number so far: everything is cleared, and all blocks are stored.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

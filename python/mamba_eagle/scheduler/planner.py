@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from mamba_eagle.cache.node import as_tokens
-from mamba_eagle.cache.slots import Behind, HeldSlots, Slots, Trail
+from mamba_eagle.cache.slots import Behind, Slots, Trail
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import DEFAULT_VERSION, PLAIN
 from mamba_eagle.message import (
     AnchorMove,
     ChangeModel,
+    DecodeBatch,
     JournalPart,
     PauseMode,
     Plan,
@@ -21,7 +22,7 @@ from mamba_eagle.message import (
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.booking import OpenSessions, PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
-from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
+from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy, shape_policy
@@ -52,10 +53,10 @@ class TrailKeeper:
         self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
         self.interval = config.mamba_checkpoint_interval
 
-    def make_room(self, request: Request, held: HeldSlots, plan: PlanDraft) -> None:
+    def make_room(self, request: Request, plan: PlanDraft) -> None:
         """Before a decode step of the request, which is not yet counted as in flight."""
-        trail = held.trail
-        if trail is None:
+        held = request.held
+        if held is None or (trail := held.trail) is None:
             return
         most = request.processed + (request.plans_in_flight + 1) * self.accepts
         if most - trail.anchor <= self.rows:
@@ -177,13 +178,17 @@ class DecodeManager:
                 [earlier.choice for earlier in in_flight if earlier.decodes],
             )
             plan.untracked = [ready[place] for place in untracked]
+        batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
         for request in sorted(ready, key=rank):
             tree = self.slots.reserve_kv(plan.choice.shape.nodes)
             if tree is None:
                 plan.short_of_kv = True
                 break
             assert request.held is not None
-            plan.decodes.append(DecodeItem(request, request.held, tree))
+            plan.decodes.append(request)
+            batch.slots.append(request.held.slot)
+            batch.kv_slots.append(tree.tolist())
+        plan.message.decode = batch if plan.decodes else None
         if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
             return max(running, key=rank)
         return None
@@ -250,7 +255,7 @@ class Planner:
         self._in_flight.append(plan)
         plan.message.after = self.cohorts.planned(plan)
         self.booking.book(plan)
-        return plan.as_message()
+        return plan.message
 
     def _schedule(self, plan: PlanDraft) -> None:
         if not self.prompts_first:
@@ -263,7 +268,7 @@ class Planner:
             request.news.weight_version = self.pauses.version
         if self.prefill.is_full:
             self._step_back()
-        if self.prompts_first and not plan.chunks:
+        if self.prompts_first and not plan.prompts:
             self._schedule_decode(plan)
 
     def _schedule_decode(self, plan: PlanDraft) -> None:
@@ -272,8 +277,8 @@ class Planner:
         if last is not None:
             self._retract(last)
             self._release_leaving(plan)
-        for item in plan.decodes:
-            self.trails.make_room(item.request, item.held, plan)
+        for request in plan.decodes:
+            self.trails.make_room(request, plan)
 
     def _step_back(self) -> None:
         """A running request makes room for one of higher priority that did not get any."""

@@ -21,7 +21,7 @@ from mamba_eagle.message import (
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
-from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
+from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.saves import StateSaves
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -257,7 +257,7 @@ class PrefillManager:
         assert held is not None
         start = held.inserted
         end = min(start + budget, len(request.to_prefill))
-        saves, kinds = self.saves.choose(request, held, end, plan, self.waiting[:LOOK_AHEAD])
+        saves = self.saves.choose(request, held, end, plan, self.waiting[:LOOK_AHEAD])
         if end == len(request.to_prefill) and self.saves.keeps_output(request):
             self.slots.start_trail(held, end, plan.reads)
             if held.trail is not None:
@@ -265,7 +265,8 @@ class PrefillManager:
         item = _chunk(request, held, start, end, saves)
         if start == held.hit.position:
             item.first = self._first(request, held)
-        plan.chunks.append(Chunk(request, held, item, kinds))
+        plan.prompts.append(request)
+        plan.message.prefill.append(item)
         return end - start
 
     def _first(self, request: Request, held: HeldSlots) -> FirstChunk:
@@ -317,7 +318,7 @@ def _chunk(
         track=request.drafts.tracked,
     )
     if (rows := held.prompt_journal) is not None:
-        item.journal = JournalPart(rows.slot, rows.start, rows.end)
+        item.journal = rows
     if held.trail is not None:
         item.trail = held.trail.journal
     if request.wants_input_logprobs and request.asked.logprob_start < end:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mamba_eagle.cache.node import Match, StateKind, as_tokens, common_prefix
-from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import MambaSettings
-from mamba_eagle.message import RunnerReady, StateSave
+from mamba_eagle.message import JournalPart, RunnerReady, StateSave
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.request import Request
 
@@ -29,11 +29,11 @@ class StateSaves:
         end: int,
         plan: PlanDraft,
         waiting: Sequence[Request],
-    ) -> tuple[list[StateSave], dict[int, StateKind]]:
-        """Where in (inserted, end] the state is saved, if there are slots for it; and why, by
-        position. waiting: requests that may share the prefix."""
+    ) -> list[StateSave]:
+        """Where in (inserted, end] the state is saved, if there are slots for it; the plan gets the
+        kinds. waiting: requests that may share the prefix."""
         if not self.slots.stores:
-            return [], {}
+            return []
         start = held.inserted
         tail = self._tail(request, held, end, plan)
         below, hit = request.length_below, held.hit
@@ -51,10 +51,10 @@ class StateSaves:
                 state_slots[position] = state_slot
         if held.prompt_journal is not None and start < tail and tail not in state_slots:
             self.slots.drop_prompt_journal(held)  # without the state that it begins at
-        kinds: dict[int, StateKind] = {
-            position: ("tail" if position == tail else "asked" if position in asked else "branch")
-            for position in state_slots
-        }
+        for position, state_slot in state_slots.items():
+            plan.kinds[state_slot] = (
+                "tail" if position == tail else "asked" if position in asked else "branch"
+            )
         spare = self._spare_positions(request, held, min(end, tail))
         document = (len(request.to_prefill) - 1) // spare.step * spare.step - spare.step
         for position in sorted(spare, key=lambda position: position != document):
@@ -63,8 +63,8 @@ class StateSaves:
                 continue
             state_slot = self.slots.reserve_spare(kind, plan.reads)
             if state_slot is not None:
-                state_slots[position], kinds[position] = state_slot, kind
-        return [StateSave(*save) for save in sorted(state_slots.items())], kinds
+                state_slots[position], plan.kinds[state_slot] = state_slot, kind
+        return [StateSave(*save) for save in sorted(state_slots.items())]
 
     def _tail(self, request: Request, held: HeldSlots, end: int, plan: PlanDraft) -> int:
         """Where the state is saved that serves the prompt's end: there, or before the last tokens
@@ -76,7 +76,7 @@ class StateSaves:
         if held.inserted < first <= end and first < tail:
             journal = self.slots.reserve_journal(plan.reads)
             if journal is not None:
-                held.prompt_journal = PromptJournal(journal, first, tail)
+                held.prompt_journal = JournalPart(journal, first, tail)
                 return first
         return tail
 

@@ -140,9 +140,9 @@ class Scheduler(Planner):
         plan = self._in_flight.popleft()
         self.cohorts.answered(plan)
         answers = (result.step, len(result.prefill), len(result.decode))
-        if answers != (plan.message.step, len(plan.chunks), len(plan.decodes)):
+        if answers != (plan.message.step, len(plan.prompts), len(plan.decodes)):
             raise RuntimeError(
-                f"step {plan.message.step} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
+                f"step {plan.message.step} of {len(plan.prompts)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
         self.tiers.end(result.copied, result.lost, result.problems)
@@ -194,7 +194,7 @@ class Scheduler(Planner):
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers, unless free + cached + held = total."""
         held = [request.held for request in self._admitted if request.held is not None]
-        trees = [item.tree for plan in self._in_flight for item in plan.decodes]
+        trees = [tree for plan in self._in_flight for tree in plan.trees]
         self.slots.check_integrity(held, trees, self.tiers.coming)
         self.tiers.check_integrity()
         self.adapters.check_integrity(sum(each.adapter is not None for each in self._admitted))

@@ -21,7 +21,7 @@ from mamba_eagle.message import (
     StepTrace,
     TokenLogprob,
 )
-from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
+from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Outcome, ShapePolicy
@@ -59,15 +59,15 @@ class StepResults:
         of it fails that request only."""
         self._stats.num_compiled = result.num_compiled
         self._stats.step_seconds += result.seconds
-        prompt_tokens = sum(len(chunk.item.token_ids) for chunk in plan.chunks)
+        prompt_tokens = sum(len(item.token_ids) for item in plan.message.prefill)
         made = sum(len(walk.tokens) for walk in result.decode) / max(len(result.decode), 1)
         self._prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens, made)
         outputs = []
-        for chunk, prefilled in zip(plan.chunks, result.prefill):
-            outputs += self._take_prefill(chunk, prefilled)
+        for request, item, prefilled in zip(plan.prompts, plan.message.prefill, result.prefill):
+            outputs += self._take_prefill(request, item, prefilled)
         outcomes = []
-        for item, walk in zip(plan.decodes, result.decode):
-            request, problem = item.request, self._settle(item, walk)
+        for request, tree, walk in zip(plan.decodes, plan.trees, result.decode):
+            problem = self._settle(request, tree, walk)
             outcomes.append(Outcome(request.drafts, 0 if problem else len(walk.tokens)))
             if request.finish is None:
                 if problem:
@@ -87,18 +87,19 @@ class StepResults:
             self.policy.observe(plan.choice, outcomes, result.decode_seconds + waited)
         return outputs
 
-    def _take_prefill(self, chunk: Chunk, result: PrefillResult) -> list[RequestOutput]:
+    def _take_prefill(
+        self, request: Request, item: PrefillItem, result: PrefillResult
+    ) -> list[RequestOutput]:
         """An output if the chunk was the prompt's last, or if its result cannot be."""
-        request, is_last = chunk.request, chunk.item.is_last
         request.plans_in_flight -= 1
-        request.min_tokens_in_flight -= is_last
+        request.min_tokens_in_flight -= item.is_last
         if request.finish is not None:
             return []
-        if problem := prefill_problem(request, chunk.item, result, self._vocab_size):
+        if problem := prefill_problem(request, item, result, self._vocab_size):
             return [self.fail(request, problem, result.problem)]
         request.news.input_logprobs += result.input_logprobs
-        request.took_experts(chunk.item.start, len(chunk.item.token_ids), result.experts)
-        if not is_last:
+        request.took_experts(item.start, len(item.token_ids), result.experts)
+        if not item.is_last:
             return []
         request.news.embedding = result.embedding
         if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
@@ -106,10 +107,11 @@ class StepResults:
         logprobs = [result.logprob] if result.logprob is not None else []
         return [self._accept(request, [result.token], logprobs, None, result.hidden)]
 
-    def _settle(self, item: DecodeItem, walk: DecodeResult) -> str:
+    def _settle(self, request: Request, tree: Sequence[int], walk: DecodeResult) -> str:
         """Books the nodes that a request accepted. Returns what is wrong with the result, if
         anything: then it has accepted none."""
-        request, held, tree = item
+        held = request.held
+        assert held is not None
         request.plans_in_flight -= 1
         request.min_tokens_in_flight -= 1
         problem = decode_problem(request, walk, tree, self._vocab_size)

@@ -20,7 +20,7 @@ class Lifetime:
         self.silent: str | None = None  # which process does not answer; it may yet
         self.draining = False  # open requests may finish, new ones are refused
         self.open_requests = 0
-        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()  # drained
 
     @property
     def refusal(self) -> str | None:
@@ -32,20 +32,17 @@ class Lifetime:
 
     def closed(self) -> None:
         self.open_requests -= 1
-        self._changed.set()
+        if self.draining and not self.open_requests:
+            self._idle.set()
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the open ones, ``seconds`` at most. Gives how many
         are still open."""
         self.draining = True
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._until_idle(), seconds)
+        if self.open_requests:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
         return self.open_requests
-
-    async def _until_idle(self) -> None:
-        while self.open_requests:
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class Gate:

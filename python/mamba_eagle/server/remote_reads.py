@@ -1,8 +1,6 @@
 """Files of one server's prefixes, read from its memory by another one through NIXL, whose UCX takes
 what lies between them: RDMA, shared memory, or TCP."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -3,7 +3,7 @@
 import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,24 +58,8 @@ class AnswerFile:
         return answers
 
 
-class AnswerOptions(NamedTuple):
-    """How answers are generated."""
-
-    temperature: float
-    max_new_tokens: int
-    max_length: int  # of prompt and answer together
-    seed: int
-
-    def sampling(self, prompt: Prompt) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=min(self.max_new_tokens, self.max_length - len(prompt.token_ids)),
-            temperature=self.temperature,
-            seed=self.seed * 1_000_003 + prompt.line,  # differs from line to line
-        )
-
-
 def generate(
-    config: EngineConfig, prompts: Sequence[Prompt], options: AnswerOptions
+    config: EngineConfig, prompts: Sequence[Prompt], sampling: Callable[[Prompt], SamplingParams]
 ) -> Iterator[AnsweredPrompt]:
     """Runs all prompts through scheduler and runner in this process and yields the answers in the
     order in which they finish. The engine's memory is freed after the last one.
@@ -86,7 +70,7 @@ def generate(
     waiting = {str(prompt.line): prompt for prompt in prompts}
     answers: dict[str, list[int]] = {rid: [] for rid in waiting}
     for rid, prompt in waiting.items():
-        message = Generate(rid=rid, token_ids=prompt.token_ids, sampling=options.sampling(prompt))
+        message = Generate(rid=rid, token_ids=prompt.token_ids, sampling=sampling(prompt))
         for refused in engine.add(message):
             assert refused.finish is not None
             raise DataError(f"line {rid} of the data: {refused.finish.message}")
@@ -104,14 +88,17 @@ def generate(
 
 
 def answer_all(
-    config: EngineConfig, prompts: Sequence[Prompt], options: AnswerOptions, file: AnswerFile
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    sampling: Callable[[Prompt], SamplingParams],
+    file: AnswerFile,
 ) -> None:
     """Answers ``prompts`` and stores each answer as soon as it is complete."""
     if not prompts:
         return
     start = last_report = time.monotonic()
     num_tokens = 0
-    for count, answered in enumerate(generate(config, prompts, options), start=1):
+    for count, answered in enumerate(generate(config, prompts, sampling), start=1):
         file.append(answered)
         num_tokens += len(answered.answer)
         now = time.monotonic()

@@ -8,13 +8,14 @@ from typing import Any
 
 from mamba_eagle.bench import facts
 from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings, flag_of
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.devices import resolve_device
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS
 from mamba_eagle.train.acceptance import Acceptance
-from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, AnswerOptions, answer_all
+from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
 from mamba_eagle.train.heads import TRAINABLE_HEADS
 from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
@@ -126,7 +127,10 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
     if world.is_first:
         record.write(command, results(trainer, acceptance))
         trainer.state_path.unlink()
-    world.log(serve_hint(settings))
+    world.log(
+        f"serve it: mamba-eagle serve --model-path {settings.target} --speculative-algorithm "
+        f"{settings.algorithm.upper()} --speculative-draft-model-path {settings.output}"
+    )
     return True
 
 
@@ -182,13 +186,16 @@ def get_answers(
     missing = [prompt for prompt in prompts if prompt.line not in done]
     if done:
         world.log(f"{len(prompts) - len(missing)} of {len(prompts)} prompts are already answered")
-    options = AnswerOptions(
-        settings.temperature,
-        settings.max_new_tokens,
-        max_sequence_length(settings, read_model_config(settings.target)),
-        settings.seed,
-    )
-    answer_all(config, missing[world.rank :: world.size], options, file)
+    max_length = max_sequence_length(settings, read_model_config(settings.target))
+
+    def sampling(prompt: Prompt) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=min(settings.max_new_tokens, max_length - len(prompt.token_ids)),
+            temperature=settings.temperature,
+            seed=settings.seed * 1_000_003 + prompt.line,  # differs from line to line
+        )
+
+    answer_all(config, missing[world.rank :: world.size], sampling, file)
     world.wait()
     answers = file.read()
     return [answers[prompt.line] for prompt in prompts]
@@ -215,10 +222,3 @@ def results(trainer: Trainer, acceptance: Acceptance) -> dict[str, Any]:
         "device": facts.device_name(trainer.world.device.type),
         "commit": facts.commit(),
     }
-
-
-def serve_hint(settings: TrainSettings) -> str:
-    return (
-        f"serve it: mamba-eagle serve --model-path {settings.target} --speculative-algorithm "
-        f"{settings.algorithm.upper()} --speculative-draft-model-path {settings.output}"
-    )

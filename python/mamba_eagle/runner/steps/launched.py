@@ -1,7 +1,7 @@
 """Steps that were launched: their results on the way to the host, and their times."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -102,49 +102,36 @@ def step_trace(
     )
 
 
-class Times(NamedTuple):
-    """Points in time of a step."""
+@dataclass
+class Launched:
+    """A step whose work has been launched; its result can be read once the device is done."""
 
+    number: int
+    prompts: PendingPrefill | None
+    trees: PendingDecode | None
     previous: Timestamp  # end of the previous step
     began: Timestamp
     decode_began: Timestamp
     ended: Timestamp
-
-
-class Launched:
-    """A step whose work has been launched; its result can be read once the device is done."""
-
-    def __init__(
-        self,
-        number: int,
-        prompts: PendingPrefill | None,
-        trees: PendingDecode | None,
-        times: Times,
-        num_compiled: int = 0,
-        copies: StepCopies | None = None,
-    ) -> None:
-        """num_compiled: kernels and graphs that were made since the runner was ready."""
-        self.copies = copies
-        self.number, self.prompts, self.trees, self.times = number, prompts, trees, times
-        self.num_compiled = num_compiled
+    num_compiled: int  # kernels and graphs that were made since the runner was ready
+    copies: StepCopies | None
 
     @property
     def done(self) -> bool:
         """Whether ``result`` returns without waiting."""
-        return self.times.ended.reached and (self.copies is None or self.copies.reached)
+        return self.ended.reached and (self.copies is None or self.copies.reached)
 
     def result(self) -> StepResult:
         """Wait for the device and return the results, in the plan's order. Times in seconds."""
-        times = self.times
-        times.ended.wait()
+        self.ended.wait()
         ended = Ended([], [], {}) if self.copies is None else self.copies.take_ended()
         return StepResult(
             step=self.number,
             prefill=self.prompts.read() if self.prompts else [],
             decode=self.trees.read() if self.trees else [],
-            seconds=times.began.until(times.ended),
-            decode_seconds=times.decode_began.until(times.ended) if self.trees else 0.0,
-            idle_seconds=times.previous.until(times.began),
+            seconds=self.began.until(self.ended),
+            decode_seconds=self.decode_began.until(self.ended) if self.trees else 0.0,
+            idle_seconds=self.previous.until(self.began),
             num_compiled=self.num_compiled,
             copied=ended.copied,
             lost=ended.lost,

@@ -109,32 +109,24 @@ class PendingPrefill:
 
 
 class Passed(NamedTuple):
-    """What the target made of prompt chunks: n tokens, concatenated in the order of the parts."""
-
-    parts: list[PrefillPart]
-    tokens: Tensor  # [n] int64
-    features: Tensor  # [n, F]
-    before: Tensor  # [parts, F]: the feature of the token before each chunk
-
-
-class Shown(NamedTuple):
-    """Prompt chunks as a drafter observes them: n tokens, concatenated in the items' order."""
+    """Prompt chunks and what the target made of them, for a drafter to observe: n tokens,
+    concatenated in the items' order."""
 
     items: Sequence[PrefillItem]
     tokens: Tensor  # [n] int64
     features: Tensor  # [n, F]
     before: Tensor  # [items, F]: the feature of the token before each chunk
 
-    def only(self, chosen: Sequence[int], place: Place) -> Shown:
+    def only(self, chosen: Sequence[int], place: Place) -> Passed:
         """These items alone."""
         parts = prefill_parts(self.items)
         ranges = [range(parts[i].first, parts[i].first + parts[i].length) for i in chosen]
         flat = place.to_device([index for indices in ranges for index in indices])
         items = [self.items[i] for i in chosen]
         before = self.before[place.to_device(chosen)]
-        return Shown(items, self.tokens[flat], self.features[flat], before)
+        return Passed(items, self.tokens[flat], self.features[flat], before)
 
-    def extended(self, pool: StatePool, journals: SavedJournals) -> Shown:
+    def extended(self, pool: StatePool, journals: SavedJournals) -> Passed:
         """With the tokens that the target took from a journal and the drafter has not followed: it
         processes them from the features in their rows. A drafter that is recurrent itself has
         states at anchors only."""
@@ -164,7 +156,7 @@ class Shown(NamedTuple):
                     kv_slots=start.prefix_kv_slots[first:] + item.kv_slots,
                 )
             items.append(item)
-        return Shown(items, torch.cat(tokens), torch.cat(features), torch.stack(before))
+        return Passed(items, torch.cat(tokens), torch.cat(features), torch.stack(before))
 
 
 def _continued(item: PrefillItem) -> PrefillItem:
@@ -199,8 +191,9 @@ class PromptRunner:
 
     def run(self, items: Sequence[PrefillItem]) -> PendingPrefill:
         """Process the prompt chunks of a step in one pass; ``finish`` does what is left."""
-        parts, tokens, features, before = self.forward(items)
-        table, given, items = self.step.table, items, [part.item for part in parts]
+        passed, table, given = self.forward(items), self.step.table, items
+        items, tokens, features, before = passed
+        parts = prefill_parts(items)
         table.processed[self._indices([item.slot for item in items])] = self._indices(
             [item.start + len(item.token_ids) for item in items]
         )
@@ -212,7 +205,7 @@ class PromptRunner:
             )
         start_finished(self.step.scheme, items, self.place)
         self.journals.start_trails(items)
-        self._show_drafter(Shown(given, tokens, features, before))
+        self._show_drafter(passed._replace(items=given))
         experts = self.step.routing.of([(part.item.slot, part.length) for part in parts])
         pending = PendingPrefill(items, experts=experts)
         for i, part in enumerate(parts):
@@ -252,7 +245,7 @@ class PromptRunner:
         self._keep_features(parts, features)
         if places is not None:
             self.journals.write_features(places, features)
-        return Passed(parts, tokens, features, before)
+        return Passed(items, tokens, features, before)
 
     def finish(self, pending: PendingPrefill) -> None:
         """Sample the first tokens of the prompts that have ended in a step."""
@@ -260,7 +253,7 @@ class PromptRunner:
             self._first_tokens(pending.finished, pending.features, pending)
             pending.features = None
 
-    def _show_drafter(self, shown: Shown) -> None:
+    def _show_drafter(self, shown: Passed) -> None:
         """Pass the chunks of tracked requests to the drafter."""
         drafter, items = self.step.drafter, shown.items
         untracked = [item.slot for item in items if item.is_first and not item.track]

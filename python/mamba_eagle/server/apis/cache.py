@@ -5,8 +5,6 @@ POST /open_session and /close_session, as SGLang's: but requests that name the s
 whole prompts, and what the last one has run stays in the cache.
 """
 
-from __future__ import annotations
-
 import uuid
 from typing import Annotated, Any
 

@@ -1,8 +1,6 @@
 """POST /export_prefix and /import_prefix: what the cache has of a prompt, from one server to
 another one."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -77,7 +77,7 @@ async def tokenizer_info(state: State) -> Response:
 def _tokenize(values: dict[str, Any], state: ServerState) -> bytes:
     body = read(TokenizeBody, values)
     if body.messages is not None:
-        return _tokenize_chat(body, state)
+        return _answer([_chat_ids(body, state)], True, state)
     name = "prompt" if body.prompt is not None else "text"
     given = body.text if body.prompt is None else body.prompt
     if given is None:
@@ -87,7 +87,10 @@ def _tokenize(values: dict[str, Any], state: ServerState) -> bytes:
     special = body.add_special_tokens is not False
     single = isinstance(values[name], str)
     names = [name if single else f"{name}[{i}]" for i in range(len(given))]
-    ids = state.prompts.encode(given, names, special)
+    return _answer(state.prompts.encode(given, names, special), single, state)
+
+
+def _answer(ids: list[list[int]], single: bool, state: ServerState) -> bytes:
     tokens = [_as_json(one) for one in ids]
     return msgspec.json.encode(
         {
@@ -98,8 +101,8 @@ def _tokenize(values: dict[str, Any], state: ServerState) -> bytes:
     )
 
 
-def _tokenize_chat(body: TokenizeBody, state: ServerState) -> bytes:
-    """The prompt that /v1/chat/completions makes of the same body."""
+def _chat_ids(body: TokenizeBody, state: ServerState) -> list[int]:
+    """Of the prompt that /v1/chat/completions makes of the same body."""
     for name in ("prompt", "text"):
         if (given := getattr(body, name)) is not None:
             remedy = "messages are given as well: send one of the two"
@@ -108,9 +111,7 @@ def _tokenize_chat(body: TokenizeBody, state: ServerState) -> bytes:
     _, _, text = render_chat(body, state)
     # The template writes the special tokens itself.
     (ids,) = state.prompts.encode([text], ["messages"], bool(body.add_special_tokens))
-    return msgspec.json.encode(
-        {"tokens": _as_json(ids), "count": len(ids), "max_model_len": state.context_length}
-    )
+    return ids
 
 
 def _as_json(ids: list[int]) -> msgspec.Raw:

@@ -18,8 +18,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
@@ -72,20 +73,13 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: Exception | None) -> None:
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast(T, result))
-
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except Exception as caught:
-            error = caught
+            settle = partial(future.set_result, function())
+        except Exception as error:
+            settle = partial(future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle)
 
     threading.Thread(target=work, daemon=True).start()
     return future

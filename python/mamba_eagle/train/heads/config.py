@@ -40,24 +40,33 @@ def head_mamba(target: ModelConfig) -> Mamba2Config:
     )
 
 
-def head_config(architecture: str, pattern: str, target: ModelConfig) -> dict[str, Any]:
-    """config.json of a head with the layers of ``pattern``, in Nemotron-H's fields."""
-    attention, mamba = head_attention(target), head_mamba(target)
-    config: dict[str, Any] = {
+def _of_all(architecture: str, layers: int, target: ModelConfig) -> dict[str, Any]:
+    return {
         "architectures": [architecture],
         "torch_dtype": "bfloat16",
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
-        "num_hidden_layers": len(pattern),
-        "hybrid_override_pattern": pattern,
-        "layer_norm_epsilon": target.norm_eps,
+        "num_hidden_layers": layers,
         "max_position_embeddings": target.max_position_embeddings,
         "eos_token_id": list(target.eos_token_ids),
     }
+
+
+def _of_attention(target: ModelConfig) -> dict[str, int]:
+    sizes = head_attention(target)
+    return {
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+
+
+def head_config(architecture: str, pattern: str, target: ModelConfig) -> dict[str, Any]:
+    """config.json of a head with the layers of ``pattern``, in Nemotron-H's fields."""
+    mamba, config = head_mamba(target), _of_all(architecture, len(pattern), target)
+    config |= {"hybrid_override_pattern": pattern, "layer_norm_epsilon": target.norm_eps}
     if "*" in pattern:
-        config["num_attention_heads"] = attention.num_heads
-        config["num_key_value_heads"] = attention.num_kv_heads
-        config["head_dim"] = attention.head_dim
+        config |= _of_attention(target)
     if "-" in pattern:
         config["intermediate_size"] = MLP_EXPANSION * target.hidden_size
         config["mlp_hidden_act"] = "relu2"
@@ -77,23 +86,14 @@ def attention_head_config(
 ) -> dict[str, Any]:
     """What heads of rotated attention and gated MLPs have in common, in Llama's fields. expansion:
     intermediate size / hidden size."""
-    attention = head_attention(target)
     return {
-        "architectures": [architecture],
-        "torch_dtype": "bfloat16",
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
+        **_of_all(architecture, layers, target),
+        **_of_attention(target),
         "intermediate_size": expansion * target.hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": target.norm_eps,
         "rope_theta": 10000.0,
-        "max_position_embeddings": target.max_position_embeddings,
         "tie_word_embeddings": False,
-        "eos_token_id": list(target.eos_token_ids),
     }
 
 

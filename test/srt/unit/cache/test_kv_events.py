@@ -288,7 +288,8 @@ def test_an_address_that_is_taken_is_refused(published):
 def test_dynamos_index_knows_what_can_be_reached_from_the_start_and_after_it_was_killed(published):
     reason = "Dynamo's index is not installed: mamba-eagle[events]"
     pytest.importorskip("dynamo.llm", reason=reason)
-    from mamba_eagle.cluster.event_index import EventIndex, EventSource
+    from mamba_eagle.cluster.event_index import EventIndex
+    from mamba_eagle.cluster.replica import EventSource
 
     cache, publisher, _ = published
     source = EventSource(publisher.config.endpoint, publisher.config.replay_endpoint)

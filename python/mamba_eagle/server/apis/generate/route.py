@@ -199,11 +199,9 @@ async def generate(request: Request) -> Response:
         events = stream_replies(state, job, as_list, replies)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(job), keep_alive)
-
-    def take(sample: Sample) -> None:
-        replies[sample.index].take()
-
-    await wait_for_success(request, state.manager, job, take, sample_error)
+    await wait_for_success(
+        request, state.manager, job, lambda sample: replies[sample.index].take(), sample_error
+    )
     parts = await json_parts([reply.as_dict for reply in replies])
     return json_response(parts if as_list else parts[0])
 

@@ -53,11 +53,9 @@ async def _serve(
         events = _stream(state, job, choices, head)
         keep_alive = state.config.sse_keep_alive
         return EventStream(events, lambda: state.manager.release(job), keep_alive)
-
-    def take(sample: Sample) -> None:
-        choices[sample.index].take_logprobs()
-
-    await wait_for_success(request, state.manager, job, take)
+    await wait_for_success(
+        request, state.manager, job, lambda sample: choices[sample.index].take_logprobs()
+    )
     given = best_of_each(choices, job.body.n)
     return json_response(
         {
