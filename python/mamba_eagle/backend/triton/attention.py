@@ -1,8 +1,6 @@
 """Attention of trees, lanes and blocks on a GPU, straight from the pool; nothing waits for the
 device."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """An NVIDIA GPU: Triton kernels, and FlashInfer for prompts where it is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec

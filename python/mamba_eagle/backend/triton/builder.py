@@ -5,8 +5,6 @@
 Not of multiprocessing, whose processes would run the parent's main script once more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -10,8 +10,6 @@ so that indices which a kernel would have written are valid. Kernels that this p
 before are not launched either: they would read what others have not written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

@@ -5,8 +5,6 @@ Second, the history is not copied after a fold: ``path`` still refers to the pla
 tokens, and their rows are not reused.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

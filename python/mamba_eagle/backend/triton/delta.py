@@ -1,7 +1,5 @@
 """Rows and folds of delta rules on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 

@@ -12,8 +12,6 @@ Requests with the most stretches come first, so that a wave has the first ones o
 nothing is saved inside a chunk, one wave scans the flat input as it is.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial

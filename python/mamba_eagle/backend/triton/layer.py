@@ -1,7 +1,5 @@
 """Sizes and weights of recurrent layers, in the form that the Triton kernels take."""
 
-from __future__ import annotations
-
 from typing import TypeGuard
 from weakref import WeakKeyDictionary
 

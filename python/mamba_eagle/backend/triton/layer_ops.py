@@ -1,7 +1,5 @@
 """Layer operations on a GPU by Triton's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Prompt chunks on a GPU: two kernels per layer for all chunks, without waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property

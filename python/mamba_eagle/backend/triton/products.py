@@ -1,7 +1,5 @@
 """Products on a GPU, and what chooses between their kernels."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

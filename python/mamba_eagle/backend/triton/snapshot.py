@@ -1,7 +1,5 @@
 """One full state per node on a GPU, as in most servers today; written for a fair comparison."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ are a tile of 64 and one of 16, for which B and C are read once. The inputs of t
 are copied to shared memory while it works on these; then they become a feed (gluon_step.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon

@@ -18,8 +18,6 @@ in float32, B and C by ``store_numbers``. A token is a row, but x and C may be t
 The two tiles of a program share B and C.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -6,8 +6,6 @@ it walks over the tree: from the root along the path to each leaf, and back to t
 root for the next one; a node's output is formed on the first path that it is on.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
