@@ -44,6 +44,7 @@ log = logging.getLogger("mamba_eagle.runner")
 
 MAX_BUILDERS = 16
 BUILDER = "mamba_eagle.backend.triton.builder"
+SIZES = ("shape", "strides")  # of a tensor descriptor: a kernel serves all
 
 
 class Build(NamedTuple):
@@ -98,7 +99,8 @@ def _kind(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return (type(value), *map(_kind, value))
     if isinstance(value, TensorDescriptor):
-        return _kind([value.base, value.block_shape, value.padding, value.round_f32_to_tf32])
+        # what else there is depends on Triton's version
+        return _kind([each for name, each in vars(value).items() if name not in SIZES])
     return type(value), value
 
 
