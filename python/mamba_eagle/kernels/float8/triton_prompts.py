@@ -35,7 +35,7 @@ GROUP = tl.constexpr(8)  # programs side by side along the tokens
 
 
 def choose_tiles(n: int, rows: int) -> Tiles:
-    """For Hopper: what a multiprocessor's registers hold, once, twice or three times."""
+    """For Hopper: one program on a multiprocessor, or two where there would be few."""
     if n > 4096 or (n > 1024 and rows >= 8192):
         return Tiles(128, 128, 8, 4)
     return Tiles(128, 64, 8, 3) if n > 256 else Tiles(64, 64, 4, 4)
@@ -73,8 +73,10 @@ def _prompt_kernel(
     previous_done(OVERLAP)
     for at in tl.range(0, columns, PRECISE, num_stages=STAGES):
         w = weight.load([first_row, at])  # zeros outside
-        left = product_of_tiles(w, x.load([first, at]), left)
-        right = product_of_tiles(w, x.load([first + TOKENS, at]), right)
+        t = x.load([first, at])
+        more = x.load([first + TOKENS, at])  # here, so that one barrier serves all three
+        left = product_of_tiles(w, t, left)
+        right = product_of_tiles(w, more, right)
     row = first_row + tl.arange(0, ROWS)
     is_row = row < out
     for half in tl.static_range(2):
