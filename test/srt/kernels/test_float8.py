@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import TORCH, TRITON, all_in_the_interpreter, device_of
+from forms import GPU, TORCH, TRITON, all_in_the_interpreter, device_of
 from torch import Tensor
 
 from mamba_eagle.kernels.float8 import naive
@@ -220,6 +220,26 @@ def test_products(form: str, case: ProductCase, dtype: torch.dtype) -> None:
     within = 2e-6 if dtype == torch.float32 else 8e-3
     error = (found.cpu().double() - exact).norm() / exact.norm()
     assert error < within
+
+
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("case", ["several-tokens", "two-programs-of-tokens", "one-scale-each"])
+def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
+    """In tiles of any size on a GPU; a CPU's matrix products have bits of their own for each."""
+    from mamba_eagle.kernels.float8 import triton, triton_prompts
+
+    device = device_of(form)
+    tiles = [triton_prompts.choose_tiles(n, 16384) for n in triton_prompts.SIZES]
+    if not GPU:
+        tiles = [triton_prompts.Tiles(32, 16, 4, 2)]
+    sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 176}
+    x, weight, scale, bias = draw(PRODUCTS[case]._replace(**sizes))
+    given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
+    config = triton.Config(32, 16, 128, 1, 4, 2)
+    wanted = triton.product(moved(x, device), *given, torch.float32, None, config)
+    for each in tiles:
+        found = triton_prompts.product(moved(x, device), *given, torch.float32, each)
+        assert torch.equal(found, wanted), each
 
 
 @pytest.mark.gpu

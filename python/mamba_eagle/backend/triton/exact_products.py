@@ -3,7 +3,7 @@
 In 16 bits that is ordered steps of 16 columns in one accumulator (kernels/linear/triton.py), which
 is also what cuBLASLt does where it may not divide the columns. Whether it does is tried for each
 shape of a weight, since libraries change; where it does not, the kernel multiplies prompts, too.
-In float8 the kernel of few tokens serves all.
+In float8 the kernel of few tokens serves all, but for scales of rows a second one serves prompts.
 """
 
 import logging
@@ -20,6 +20,7 @@ from mamba_eagle.backend.triton.products import (
     SixteenBitProduct,
 )
 from mamba_eagle.kernels.float8 import triton as float8
+from mamba_eagle.kernels.float8 import triton_prompts as prompts
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.linear import triton as sixteen_bit
 from mamba_eagle.layers.ops import Product
@@ -61,11 +62,15 @@ def library_agrees(weight: Tensor) -> bool:
 
 
 class ExactFloat8(Float8Product):
-    """One kernel and undivided columns for any number of tokens."""
+    """Undivided columns for any number of tokens."""
+
+    sizes = (16, 32, FEW_TOKENS, *prompts.SIZES)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
         n, (rows, columns) = len(given.values), self.weight.shape
+        if n > FEW_TOKENS and self.block is None:
+            return prompts.product(given, self.weight, self.scale, bias, self.dtype)
         config = float8.choose_config(n, rows, columns, self.block is not None)
         config = config._replace(splits=1, columns=128)
         return float8.product(

@@ -78,7 +78,7 @@ class Float8Product(MatrixProduct):
     """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
     library for more, which scales or leaves that to us. Of blocks: the Triton kernel."""
 
-    sizes = (16, 32, FEW_TOKENS, FEW_TOKENS + 1, MAX_SCALED_AFTER + 1)
+    sizes: tuple[int, ...] = (16, 32, FEW_TOKENS, FEW_TOKENS + 1, MAX_SCALED_AFTER + 1)
 
     def __init__(self, matrix: Float8Matrix, dtype: torch.dtype) -> None:
         assert matrix.rounding is not None

@@ -137,7 +137,8 @@ PRECISE = tl.constexpr(128)  # columns that are summed up in the tensor cores be
 
 
 @triton.jit
-def _dot(w, x, acc):
+def product_of_tiles(w, x, acc):
+    """acc [rows, tokens] + w [rows, columns] · xᵀ [tokens, columns]."""
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
     else:
@@ -189,7 +190,7 @@ def _product_kernel(
         w = tl.load(rows + at[None, :], mask=is_row[:, None] & inside, other=0.0)
         t = tl.load(tokens + at[None, :], mask=is_token[:, None] & inside, other=0.0)
         if BLOCK_OUT > 0:
-            part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
+            part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
             block = tl.minimum(split * share + step, blocks_in - 1)
             s = tl.load(scale + row // BLOCK_OUT * blocks_in + block, mask=is_row, other=0.0)
             if GROUPED:
@@ -197,7 +198,7 @@ def _product_kernel(
                 part *= tl.load(own, mask=is_token, other=0.0)[None, :]
             acc += part * s[:, None]
         else:
-            acc = _dot(w, t, acc)
+            acc = product_of_tiles(w, t, acc)
     keep = is_row[:, None] & is_token[None, :]
     at = token.to(tl.int64)[None, :] * out + row[:, None]
     if SPLIT:

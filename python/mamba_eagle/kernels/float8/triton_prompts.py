@@ -1,0 +1,127 @@
+"""triton.py's product for many tokens, with the bits of any other number of them.
+
+What fixes the bits is as there: the tensor cores' steps of 32 columns, a sum of 128 columns by
+itself, these sums in order, then scales and bias. What differs is how operands come: the copy
+engine brings them, without addresses and masks in registers; a program has two tiles of tokens, so
+that the second is multiplied while the first is carried over, and a tile of the weight serves both;
+and programs that run at the same time share rows and tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.kernels.float8.triton import PRECISE, product_of_tiles
+from mamba_eagle.kernels.gpu import cdiv, overlapping
+from mamba_eagle.kernels.triton_math import previous_done
+
+
+class Tiles(NamedTuple):
+    """How a product is divided; the result does not depend on it."""
+
+    rows: int  # of the weight, per program: a power of two
+    tokens: int  # in each of a program's two tiles: a power of two, at least 16
+    warps: int
+    stages: int  # iterations in flight
+
+
+SIZES = (65, 257, 4097)  # numbers of tokens that between them need every kernel, of any weight
+GROUP = tl.constexpr(8)  # programs side by side along the tokens
+
+
+def choose_tiles(n: int, rows: int) -> Tiles:
+    """For Hopper: one program on a multiprocessor, or two where there would be few."""
+    if n > 4096 or (n > 1024 and rows >= 8192):
+        return Tiles(128, 128, 8, 4)
+    return Tiles(128, 64, 8, 3) if n > 256 else Tiles(64, 64, 4, 4)
+
+
+# not specialized, so that all weights of a model and all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
+def _prompt_kernel(
+    x,  # [n, columns] float8, in tiles [TOKENS, PRECISE]
+    x_scale,  # [n, 1] or one
+    weight,  # [out, columns] float8, in tiles [ROWS, PRECISE]
+    scale,  # [out] or one
+    bias,  # [out], read if HAS_BIAS
+    y,  # [n, out]
+    n,
+    out,
+    columns,
+    x_scale_stride,  # 0: one scale for all tokens
+    scale_stride,  # 0: one scale for all rows
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # GROUP tiles of tokens, all rows, the next GROUP: what runs at a time fits into the L2 cache
+    program, tall = tl.program_id(0), tl.cdiv(out, ROWS)
+    group = program // (GROUP * tall)
+    wide = tl.minimum(tl.cdiv(n, 2 * TOKENS) - group * GROUP, GROUP)
+    within = program - group * GROUP * tall
+    first_row = within // wide * ROWS
+    first = (group * GROUP + within % wide) * (2 * TOKENS)
+    left = tl.zeros([ROWS, TOKENS], tl.float32)
+    right = tl.zeros([ROWS, TOKENS], tl.float32)
+    previous_done(OVERLAP)
+    for at in tl.range(0, columns, PRECISE, num_stages=STAGES):
+        w = weight.load([first_row, at])  # zeros outside
+        t = x.load([first, at])
+        more = x.load([first + TOKENS, at])  # here, so that one barrier serves all three
+        left = product_of_tiles(w, t, left)
+        right = product_of_tiles(w, more, right)
+    row = first_row + tl.arange(0, ROWS)
+    is_row = row < out
+    for half in tl.static_range(2):
+        token = first + half * TOKENS + tl.arange(0, TOKENS)
+        is_token = token < n
+        sums = left if half == 0 else right
+        sums *= tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)[None, :]
+        sums *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
+        if HAS_BIAS:
+            sums += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        at = token.to(tl.int64)[None, :] * out + row[:, None]
+        tl.store(y + at, sums, mask=is_row[:, None] & is_token[None, :])
+
+
+def product(
+    x: Rounded,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """As triton.py's with undivided columns and scales of rows and tokens; ``in`` is a multiple of
+    16."""
+    n, (out, columns) = x.values.shape[0], weight.shape
+    tiles = tiles or choose_tiles(n, out)
+    y = torch.empty(n, out, dtype=dtype, device=weight.device)
+    width = PRECISE.value
+    _prompt_kernel[(cdiv(out, tiles.rows) * cdiv(n, 2 * tiles.tokens),)](
+        TensorDescriptor.from_tensor(x.values, [tiles.tokens, width]),
+        x.scale,
+        TensorDescriptor.from_tensor(weight, [tiles.rows, width]),
+        scale,
+        y if bias is None else bias,
+        y,
+        n,
+        out,
+        columns,
+        int(x.scale.shape[0] > 1),
+        int(scale.shape[0] > 1),
+        HAS_BIAS=bias is not None,
+        ROWS=tiles.rows,
+        TOKENS=tiles.tokens,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        **overlapping(y.device),
+    )
+    return y
