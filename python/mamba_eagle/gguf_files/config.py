@@ -234,6 +234,7 @@ def _falcon_h1(file: GgufFile) -> dict[str, Any]:
         **_rope(file, values["head_dim"]),
         "architectures": ["FalconH1ForCausalLM"],
         "model_type": "falcon_h1",
+        "hides_factors": True,
         "intermediate_size": _sizes(file, "ffn_up.weight")[0],
         "mamba_rms_norm": _has(file, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # which is what llama.cpp computes

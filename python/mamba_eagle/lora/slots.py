@@ -64,6 +64,7 @@ class AdapterSlots:
         """requests: request slots."""
         self.max_rank, self.num_slots = max_rank, num_slots
         self.dtype, self.device = model.dtype, device
+        self.hides_factors = bool(model.config.raw.get("hides_factors"))
         self.whole: nn.Module = model if split is None else split.whole
         self.cuts = {} if split is None else split.cuts
         self.places = None if split is None else split.places(model)
@@ -107,6 +108,11 @@ class AdapterSlots:
             wrong += [problem] if problem else []
             if target is not None:
                 targets[module] = target
+        if self.hides_factors:
+            wrong.append(
+                "this model's weights were multiplied by factors that its GGUF file does not name, "
+                "and an adapter needs them too: serve the safetensors that the file was made from"
+            )
         folder.refuse(wrong)
         pairs = folder.read()
         own = {}

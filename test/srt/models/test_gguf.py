@@ -12,6 +12,7 @@ import numpy as np
 import peer_models
 import pytest
 import torch
+from adapter_rig import merge, module_names, write_adapter
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from gguf_writer import PEERS, add, as_published, packed, rounded, takes, write
 from runner_harness import Engine, Settings, greedy
@@ -22,9 +23,13 @@ from torch import Tensor
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.gguf_files.file import TENSOR_TYPES, open_gguf
 from mamba_eagle.hub import NotFound, checkpoint_folder
+from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.layers.ops import TORCH
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.lora.peft import AdapterError
+from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, load_weights
@@ -119,15 +124,10 @@ def test_a_file_has_the_checkpoints_config_and_logits(name: str, made) -> None:
     assert difference <= 5e-5
 
 
-@pytest.mark.parametrize("dtype", FEW_BITS)
-@pytest.mark.parametrize("name", WIDE)
-def test_matrices_of_few_bits_are_what_the_file_says(
-    name: str, dtype: str, tmp_path: Path, made
-) -> None:
-    """The logits are those of a safetensors checkpoint with the dequantized weights."""
-    folder = tmp_path / "rounded"
-    shutil.copytree(made(name, wide=True)[0], folder)
-    write(folder, file := tmp_path / "model.gguf", dtype)
+def in_few_bits(source: Path, out: Path, dtype: str) -> tuple[Path, Path]:
+    """A checkpoint with the dequantized weights, and the file with those of few bits."""
+    shutil.copytree(source, folder := out / "rounded")
+    write(folder, file := out / "model.gguf", dtype)
     found = load_file(folder / "model.safetensors")
     kept = ("conv1d", "norm", "router", "gate.weight")
     changed = 0
@@ -137,6 +137,16 @@ def test_matrices_of_few_bits_are_what_the_file_says(
             changed += 1
     assert changed > 4
     save_file(found, folder / "model.safetensors")
+    return folder, file
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
+@pytest.mark.parametrize("name", WIDE)
+def test_matrices_of_few_bits_are_what_the_file_says(
+    name: str, dtype: str, tmp_path: Path, made
+) -> None:
+    """The logits are those of a safetensors checkpoint with the dequantized weights."""
+    folder, file = in_few_bits(made(name, wide=True)[0], tmp_path, dtype)
     stored = {info.dtype for info in open_gguf(file).tensors.values()}
     assert stored == {"F32", dtype}
     difference = float((logits(load_model(file)) - logits(load_model(folder))).abs().max())
@@ -182,15 +192,62 @@ def test_a_rank_gets_its_part(name: str, rank: int, tmp_path: Path, made) -> Non
     assert cut > 5
 
 
-def test_a_file_is_served_as_its_checkpoint(made) -> None:
-    """From a prompt in chunks, through trees of n-grams."""
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_file_is_served_as_its_checkpoint(adapted: bool, tmp_path: Path, made) -> None:
+    """From a prompt in chunks, through trees of n-grams; with an adapter as the merged one."""
+    folder, file = made("nemotron-h")
+    if adapted:
+        adapter = write_adapter(tmp_path / "adapter", folder, 1)
+        folder = merge(tmp_path / "merged", folder, adapter)
     texts = []
-    for path in made("nemotron-h"):
-        engine = Engine(path, None, Settings("NGRAM"), context_length=160)
-        live = engine.start(TOKENS[0].tolist(), greedy(16), cuts=(7, 33))
+    for path in (folder, file):
+        slots = {"max_loras": 1} if adapted and path is file else {}
+        engine = Engine(path, None, Settings("NGRAM"), context_length=160, **slots)
+        if slots:
+            engine.runner.adapters.keep(7, engine.runner.adapters.read(str(adapter)))
+            engine.runner.adapters.load(0, 7)
+        asks = {"adapter": 0} if slots else {}
+        live = engine.admit(TOKENS[0].tolist(), greedy(16), **asks)
+        engine.prefill(live, cuts=(7, 33))
         engine.finish([live])
         texts.append(live.output)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron-h", "qwen3.5"])
+def test_adapters_fit_matrices_whose_rows_and_columns_a_file_has_moved(
+    name: str, tmp_path: Path, made
+) -> None:
+    """The logits are those of a checkpoint of the dequantized weights with the adapter merged."""
+    folder, file = in_few_bits(made(name, wide=True)[0], tmp_path, "Q8_0")
+    own = load_model(file)
+    slots = adapter_slots(own)
+    leaves = ("q_proj", "k_proj", "in_proj", "in_proj_qkv", "in_proj_z", "out_proj", "down_proj")
+    modules = [each for each in module_names(folder, leaves) if ".experts." not in each]
+    adapter = write_adapter(tmp_path / "adapter", folder, 1, 3, modules)
+    slots.keep(0, slots.read(str(adapter)))
+    slots.load(0, 0)
+    slots.admit(0, 0)
+    with torch.no_grad(), slots.over(torch.tensor([0]), TOKENS.numel()):
+        found = logits(own)
+    wanted = logits(load_model(merge(tmp_path / "merged", folder, adapter)))
+    assert float((found - wanted).abs().max()) <= 5e-4
+    assert float((found - logits(own)).abs().max()) > 0.1
+
+
+def adapter_slots(model: CausalLM) -> AdapterSlots:
+    prepare_for_inference(model, TORCH)
+    return AdapterSlots(model, None, TORCH, 1, 4, 1, torch.device("cpu"))
+
+
+def test_adapters_are_refused_where_a_file_hides_factors(tmp_path: Path, made) -> None:
+    """They are in Falcon's weights alone, so what they make of an adapter is not known. What else
+    is wrong with it is listed as well."""
+    folder, file = made("falcon-h1")
+    modules = module_names(folder, ("q_proj",))
+    adapter = write_adapter(tmp_path / "adapter", folder, 1, 9, modules)
+    with pytest.raises(AdapterError, match=r"(?s)rank 9: .*factors that its GGUF file does not"):
+        adapter_slots(load_model(file)).read(str(adapter))
 
 
 @pytest.mark.parametrize("dtype", BLOCKS)
