@@ -121,7 +121,7 @@ def test_how_work_is_divided_changes_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("n", [8, 64, 700])
+@pytest.mark.parametrize("n", [8, 64, 128, 700])
 def test_large_products(n: int) -> None:
     """Behind a product that still runs, in a graph that was captured with other slots."""
     from mamba_eagle.backend.triton.products import SixteenBitProduct

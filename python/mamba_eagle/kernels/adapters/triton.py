@@ -66,6 +66,11 @@ def tiles_of(outputs: list[int], width: int) -> list[list[int]]:
     return found
 
 
+def widest(tiles: list[Tensor], rows: int, programs: int) -> Tensor:
+    """Tiles as wide as leaves this many programs for ``rows`` tiles of rows; else the narrowest."""
+    return next((each for each in tiles[:0:-1] if len(each) * rows >= programs), tiles[0])
+
+
 def choose_config(n: int, slots: int) -> Config:
     """For Hopper: up to 64 rows measured with benchmark/kernels/bench_adapters.py, above them
     reckoned."""
@@ -158,11 +163,14 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _summed(small, token, own, column, n, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
-    """small [CHUNKS, n, WIDTH], over the chunks in their order; column [c] -> [TOKENS, c]."""
+def _summed(
+    small, token, own, column, n, CHUNKS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """small [CHUNKS, n, WIDTH], over the chunks in their order; column [c] -> [TOKENS, c].
+    AT_ONCE: chunks that are loaded before one is added."""
     at = small + token[:, None] * WIDTH + column[None, :]
     total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
+    for chunk in tl.range(0, CHUNKS, loop_unroll_factor=AT_ONCE):
         step = tl.cast(n, tl.int64) * chunk * WIDTH
         total += tl.load(at + step, mask=(own >= 0)[:, None], other=0.0)
     return total
@@ -221,7 +229,7 @@ def _expand_kernel(
                 previous_done(OVERLAP)  # adapters were there before
                 old = tl.load(to, mask=keep, other=0.0)
                 column = part * RANK + first + rank
-                given = _summed(small, token, own, column, n, CHUNKS, PARTS * RANK)
+                given = _summed(small, token, own, column, n, CHUNKS, CHUNKS, PARTS * RANK)
                 for s in tl.static_range(SIDE):
                     zeros = tl.zeros([TOKENS, CHANNELS], tl.float32)
                     made = split_dot(given, factors[s], zeros, PRECISION)
@@ -244,10 +252,11 @@ def _expand_wide(
 ):  # fmt: skip
     """The rows of one slot: ``count`` ranks, channels ``begin`` to ``end``."""
     mine, rank = (own == slot)[:, None], tl.arange(0, RANKS).to(tl.int64)
+    AT_ONCE: tl.constexpr = CHUNKS if BLOCKS == 1 else 4  # registers are few
     given = ()
     for block in tl.static_range(BLOCKS):
         column = part * RANK + block * RANKS + rank
-        given += (_summed(small, token, own, column, n, CHUNKS, PARTS * RANK),)
+        given += (_summed(small, token, own, column, n, CHUNKS, AT_ONCE, PARTS * RANK),)
     for first in tl.range(begin, end, CHANNELS, num_stages=3):
         channel = tl.multiple_of(first, ALIGN) + tl.arange(0, CHANNELS)
         inside = (channel < end)[None, :]
@@ -348,12 +357,9 @@ def add_(
         EARLY=early,
         **common,
     )
-    expand, tiles = _expand_many_kernel, adapters.tiles[0]
+    expand, tiles = _expand_many_kernel, widest(adapters.tiles, rows, config.programs)
     if config.side:
-        expand, common["SIDE"] = _expand_kernel, config.side
-    else:
-        wide = (each for each in adapters.tiles[::-1] if len(each) * rows >= config.programs)
-        tiles = next(wide, tiles)
+        expand, tiles, common["SIDE"] = _expand_kernel, adapters.tiles[0], config.side
     expand[(len(tiles), rows)](
         y,
         small,
