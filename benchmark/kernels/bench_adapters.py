@@ -80,7 +80,7 @@ def sweep_of(tokens: int, adapters: int) -> list[Config]:
     usual = choose_config(tokens, adapters)
     found = [
         usual._replace(chunk=chunk, side=side, warps=warps)
-        for chunk, side, warps in itertools.product((512, 1024, 2048), (1, 2, 4, 8), (4, 8))
+        for chunk, side, warps in itertools.product((512, 1024, 2048), (0, 1, 2, 4, 8), (4, 8))
     ]
     return found + [usual._replace(tokens=t) for t in (16, 32, 64, 128) if t != usual.tokens]
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 2048])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 128, 256, 512, 2048])
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--room", type=int, default=64, help="ranks that slots have room for")

@@ -93,13 +93,13 @@ def test_rows_get_what_their_adapters_make_of_them(case: Case) -> None:
 
 
 def configs() -> list[Any]:
-    """A chunk per program, all in one; slots one by one and at once."""
+    """Slots one by one, at once, and in the form for many rows."""
     from mamba_eagle.kernels.adapters.triton import Config
 
     return [
-        Config(16, 2, 1, 2, chunk=32, step=16),
-        Config(32, 1, 0, 1, chunk=32, step=16),
-        Config(16, 4, 1, 4, chunk=32, step=32),
+        Config(16, 2, 2, chunk=32, step=16),
+        Config(32, 1, 0, chunk=32, step=16, programs=1),
+        Config(16, 4, 4, chunk=32, step=32),
     ]
 
 
@@ -121,7 +121,7 @@ def test_how_work_is_divided_changes_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("n", [8, 64, 700])
+@pytest.mark.parametrize("n", [8, 64, 128, 700])
 def test_large_products(n: int) -> None:
     """Behind a product that still runs, in a graph that was captured with other slots."""
     from mamba_eagle.backend.triton.products import SixteenBitProduct

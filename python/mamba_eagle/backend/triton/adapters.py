@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.adapters.triton import RANKS, Slots, add_, tiles_of
+from mamba_eagle.kernels.adapters.triton import RANKS, WIDTHS, Slots, add_, tiles_of
 from mamba_eagle.kernels.float8.torch import Rounded, widened
 from mamba_eagle.layers.adapters import AdapterSize, Additions, MatrixSlots
 
@@ -36,7 +36,7 @@ class SegmentedAdditions(Additions):
     """A program multiplies the rows that have its slot, and reads nothing of slots that no row
     has, nor of ranks beyond the adapter's."""
 
-    sizes = (16, 32, 64, 65, 513)  # as choose_config and the chunks of inputs tell them apart
+    sizes = (16, 32, 64, 65, 129)  # as choose_config tells them apart
 
     def __init__(
         self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
@@ -47,7 +47,10 @@ class SegmentedAdditions(Additions):
             torch.zeros(slots, len(sizes), rank, inputs, dtype=dtype, device=device),
             torch.zeros(slots, rank, sum(outputs), dtype=dtype, device=device),
             torch.zeros(slots, len(sizes), dtype=torch.int32, device=device),
-            torch.tensor(tiles_of(outputs), dtype=torch.int32, device=device),
+            [
+                torch.tensor(tiles_of(outputs, width), dtype=torch.int32, device=device)
+                for width in WIDTHS
+            ],
             math.gcd(RANKS, *outputs),
         )
         super().__init__(

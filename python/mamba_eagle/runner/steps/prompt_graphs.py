@@ -9,7 +9,7 @@ divides on the host; the scan of delta rules) is left out, so a pass is a row of
     tokens, positions, tables → [ … qkv ] → attention → [ out … qkv ] → … → [ out … ] → features
 
 Those of all sizes share one memory pool: a pass ends before another one begins, and its features
-are copied.
+are copied. Passes in which a row has an adapter are captured apart.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prefill_parts
+from mamba_eagle.layers.adapters import reading, slots_of_rows
 from mamba_eagle.layers.context import AttentionView, Rotation
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.message import PrefillItem
@@ -54,10 +55,12 @@ class PromptPass:
 
     rotation: Rotation | None = None
 
-    def __init__(self, size: int, graphs: PromptGraphs, ctx: PrefillContext) -> None:
-        """ctx: of one request of ``size`` tokens, in slots of padding."""
+    def __init__(self, size: int, adapted: bool, graphs: PromptGraphs, ctx: PrefillContext) -> None:
+        """adapted: whether rows may have adapters. ctx: of one request of ``size`` tokens, in slots
+        of padding."""
         self.size, self.graphs, self.model = size, graphs, graphs.step.model
         self.tokens, self.positions = graphs.step.backend.place.to_device([[0] * size] * 2)
+        self.adapters = torch.full_like(self.tokens, -1) if adapted else None  # slots, by row
         self.recurrence = ctx.fixed(size, REQUESTS)
         self.window, self.stages = Window(), graphs.step.chooser.stages
         self.pieces: list[torch.cuda.CUDAGraph] = []
@@ -75,7 +78,7 @@ class PromptPass:
         self.at_once = None
 
     def _pass(self) -> None:
-        with self.stages.through(self.window):
+        with self.stages.through(self.window), reading(self.adapters):
             self.features = self.model(self.tokens, self)
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
@@ -127,6 +130,8 @@ class PromptPass:
         """tokens [n] int64 of the prompts of ``ctx`` -> features [n, F]."""
         n, arrives = len(tokens), self.window.arrives
         self.tokens[:n] = tokens
+        if self.adapters is not None and (slots := slots_of_rows()) is not None:
+            self.adapters[:n], self.adapters[n:] = slots, -1
         if self.model.rotary is not None:
             self.positions[:n] = ctx.positions
         if self.recurrence is not None:
@@ -151,8 +156,8 @@ class PromptGraphs:
         """padded_slot: a request slot that no request gets."""
         began = time.perf_counter()
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.step.backend.device)
-        table, kv = self.step.table, self.step.kv
+        step, table, kv = self.step, self.step.table, self.step.kv
+        self.stream = torch.cuda.Stream(step.backend.device)
         table.kv_slots[padded_slot].fill_(kv.padding_slot)
         for size in reversed([size for size in SIZES if size <= table.kv_slots.shape[1]]):
             item = PrefillItem(
@@ -162,9 +167,11 @@ class PromptGraphs:
                 token_ids=indices([0] * size),
                 kv_slots=indices([kv.padding_slot] * size),
             )
-            self.passes.append(PromptPass(size, self, self.context(prefill_parts([item]))))
+            for adapted in (False, True) if step.adapters.num_slots else (False,):
+                ctx = self.context(prefill_parts([item]))
+                self.passes.append(PromptPass(size, adapted, self, ctx))
         took = time.perf_counter() - began
-        log.info("passes over prompts of %d sizes captured in %.1f s", len(self.passes), took)
+        log.info("%d passes over prompts captured in %.1f s", len(self.passes), took)
 
     def context(self, parts: list[PrefillPart]) -> PrefillContext:
         step = self.step
@@ -173,7 +180,12 @@ class PromptGraphs:
 
     def features(self, tokens: Tensor, ctx: PrefillContext) -> Tensor | None:
         """Of a pass over prompts: tokens [n] int64 -> [n, F]. None: it is not captured."""
-        fitting = [each for each in self.passes if each.size >= len(tokens)]
+        adapted = slots_of_rows() is not None
+        fitting = [
+            each
+            for each in self.passes
+            if each.size >= len(tokens) and (each.adapters is not None) == adapted
+        ]
         if not fitting:
             return None
         smallest = fitting[-1]

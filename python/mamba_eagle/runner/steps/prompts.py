@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -234,18 +235,22 @@ class PromptRunner:
         ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
         state_slots = self._indices([item.state_slot for item in items])
         before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
-        if self.step.adapters.any([item.slot for item in items]):
-            rows = [(part.item.slot, part.length) for part in parts]
-            slots, lengths = self._indices(list(zip(*rows)))
-            with self.step.adapters.over(slots, lengths, len(tokens)):
-                features = model(tokens, ctx)
-        else:
+        with self._adapters(parts):
             made = self.graphs.features(tokens, inner) if places is None else None
             features = model(tokens, ctx) if made is None else made
         self._keep_features(parts, features)
         if places is not None:
             self.journals.write_features(places, features)
         return Passed(items, tokens, features, before)
+
+    def _adapters(self, parts: Sequence[PrefillPart]) -> AbstractContextManager[None]:
+        """Within, rows have the adapters of their requests."""
+        rows = [(part.item.slot, part.length) for part in parts]
+        slots, lengths = zip(*rows)
+        if not self.step.adapters.any(slots):
+            return nullcontext()
+        requests, each = self._indices([slots, lengths])
+        return self.step.adapters.over(requests, each, sum(lengths))
 
     def finish(self, pending: PendingPrefill) -> None:
         """Sample the first tokens of the prompts that have ended in a step."""

@@ -7,12 +7,15 @@ itself is what test_drafters.py sees, on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported late, parts of it would see the torch.cuda that tests replace
+from adapter_rig import write_adapter
 from grammar_rig import constrain, plain_choices, under
 from runner_harness import (
     Engine,
@@ -133,6 +136,45 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     assert turn.output == tiny.plain.choices(turn)
     used = {kind.batch for kind in steps.graphs}
     assert used <= set(steps.ladder) and len(used) > 1
+
+
+def test_captured_prompts_read_adapters(
+    tiny: Tiny, graphed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In passes that are filled up and whose rows had other adapters, or none, before."""
+    used = []
+
+    def once(self: PromptPass, *given: Any) -> None:
+        used.append((self.size, self.adapters is not None))
+        PromptPass.once(self, *given)
+
+    monkeypatch.setattr(PromptPass, "replay", once)
+    adapters = [write_adapter(tmp_path / str(i), tiny.model, i) for i in range(2)]
+    found = []
+    for sizes in ((12, 32), ()):
+        monkeypatch.setattr(prompt_graphs, "SIZES", sizes)
+        engine = tiny.engine(SETTINGS["none"], max_loras=2)
+        kept = engine.runner.adapters
+        for slot, folder in enumerate(adapters):
+            kept.keep(slot, kept.read(str(folder)))
+            kept.load(slot, slot)
+        outputs = []
+        for slots in ((0, 1), (-1, 1), (-1, -1), (1,), (-1,)):
+            lives = [
+                engine.admit(random_prompt(9 + i, i), greedy(3), adapter=slot)
+                for i, slot in enumerate(slots)
+            ]
+            items = [engine.chunk(live, len(live.tokens)) for live in lives]
+            for made in zip(lives, items, engine.execute(prefill=items).prefill, strict=True):
+                engine.after_chunk(*made)
+            engine.finish(lives)
+            outputs += [live.output for live in lives]
+            for live in lives:
+                engine.release(live)
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][4] != found[0][6], "adapters change texts"
+    assert used == [(32, True), (32, True), (32, False), (12, True), (12, False)]
 
 
 class Unhurried(Timestamp):
