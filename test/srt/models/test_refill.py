@@ -5,16 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rig import runner_of
+from derived_weights import Seen, made_of_weights, weights_in
 from peer_models import make_peer
 from rollout_rig import shaken
 from safetensors.torch import load_file, save_file
+from tensor_checks import torch_path
+from tiny_model import write_delta_model, write_model
 from torch import Tensor
 
 from mamba_eagle.backend.place import Host
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.layers.layer import Layer, per_layer
-from mamba_eagle.message import ChangeModel, Generate, Weights
+from mamba_eagle.message import Generate
 from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.staging import PIECE, Staging
 from mamba_eagle.offline import OfflineEngine
@@ -57,10 +61,6 @@ def captured(runner: Any) -> Renewal:
     return Renewal(runner)
 
 
-def weights_in(folder: Path) -> ChangeModel:
-    return ChangeModel(weights=Weights(target=str(folder), version=folder.name))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_refilled_models_are_those_that_start_with_the_weights(family: str, tmp_path: Path) -> None:
     folders = [tmp_path / "A", tmp_path / "B"]
@@ -91,6 +91,45 @@ def test_refilled_models_are_those_that_start_with_the_weights(family: str, tmp_
     assert tokens(engines[0]) == others != first
     assert not renewal.change(weights_in(folders[0]), pytest.fail)
     assert tokens(engines[0]) == first
+
+
+FORMS = {
+    "float32": {"dtype": "float32"},
+    "fp8": {"quantization": "fp8", "quantize_lm_head": True},
+    "stochastic": {"mamba_ssm_dtype": "bfloat16"},
+    "two-ranks": {"tp_size": 2},
+    "fp8-on-two-ranks": {"tp_size": 2, "quantization": "fp8"},
+}
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "delta"])
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_of_a_runner_is_left_of_the_old_weights(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    """Whatever refers to it, and in whatever form."""
+    write = write_model if kind == "mamba2" else write_delta_model
+    folders = [write(tmp_path / name, seed) for seed, name in enumerate("AB")]
+    values = {"max_total_tokens": 500, "speculative_algorithm": "NONE", **FORMS[form]}
+    values |= {"device": "cpu", "max_running_requests": 4}
+    configs = [resolve(EngineConfig(model_path=str(each), **values)) for each in folders]
+    with torch_path():
+        runners = [runner_of(config) for config in configs]
+        first, wanted = [Seen(*pair) for pair in zip(configs, runners)]
+        ways = made_of_weights(first, wanted)
+        assert len(ways) > 10 and first.texts != wanted.texts
+        ranks = getattr(runners[0], "runners", runners[:1])
+        renewals = [captured(runner) for runner in ranks]
+        group = getattr(runners[0], "ranks", None)
+        change = weights_in(folders[1])
+        if group is None:
+            assert not renewals[0].change(change, pytest.fail)
+        else:
+            assert group.run(lambda g: renewals[g.number].change(change, pytest.fail)) == ["", ""]
+        assert [renewal.runner for renewal in renewals] == ranks
+        after = Seen(configs[1], runners[0])
+    assert after.texts == wanted.texts
+    assert [way for way in ways if after.sums.get(way) != wanted.sums[way]] == []
 
 
 def test_a_runner_is_replaced_whose_weights_have_no_places_of_their_own(tmp_path: Path) -> None:
