@@ -8,6 +8,9 @@ unless they are there (the second one has most files in common with the first), 
 first below --disk, which stays in the page cache. Then, on one server: the second one's weights
 beside --clients that are paused and go on; the first one's from the disk; a release and a resume,
 which makes the runner anew. Texts must be those of the same weights before. Exits with 1 if not.
+
+On a GPU that is promised with ``--flags --exact`` alone; elsewhere nearly equal logits may fall
+either way. ``control_texts`` and ``repeated_texts`` say whether they do without any update.
 """
 
 from __future__ import annotations
@@ -173,6 +176,9 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
             print(json.dumps(lines[-1]), flush=True)
 
         of_first = await trainer.seen()
+        loads = [trainer.stream(number, args.tokens, []) for number in range(args.clients)]
+        await asyncio.gather(*loads)
+        control = await trainer.seen()
         add(
             "update_beside_clients_s",
             clients=args.clients,
@@ -202,6 +208,7 @@ async def measure(url: str, folders: tuple[Path, Path], args: argparse.Namespace
         await trainer.update(first, "A again")
         seen.append((of_first, await trainer.seen()))
         for name, same in (
+            ("control_texts", [of_first.texts == control.texts]),
             ("same_weights", [a.sums == b.sums for a, b in seen]),
             ("repeated_texts", [one.repeats for pair in seen for one in pair]),
             ("same_texts", [a.texts == b.texts for a, b in seen]),

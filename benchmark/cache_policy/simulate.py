@@ -4,7 +4,8 @@ under several policies of eviction.
     python -m benchmark.cache_policy.simulate
 
 Requests come one after the other. States are saved where the scheduler saves them: at the end of
-the prompt, where it leaves the tree, at the end of the output, and spare ones at multiples of 64.
+the prompt, where it leaves the tree, at the end of the output, and spare ones at multiples of 64,
+of which the last one before what may be a question takes the place of another.
 Appends to --results one line per trace, budget and policy: ``value`` is the share of all prompt
 tokens that were cached, ``bound`` the share with memory without end and a state at each token.
 ``states`` and ``kv_slots`` are the same for all policies, so their bytes are equal.
@@ -21,7 +22,7 @@ from benchmark.cache_policy.policies import POLICIES, with_policy
 from benchmark.cache_policy.traces import TRACES, Turn, trace
 from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import as_tokens
+from mamba_eagle.cache.node import SPARE_KINDS, as_tokens
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.cache.states import CachedStates
 from mamba_eagle.message.indices import indices
@@ -32,7 +33,7 @@ INTERVAL, MAX_SPARE = 64, 32
 
 def save(cache: RadixCache, node: Any, position: int, kind: Any) -> None:
     if cache.state_slots.num_free == 0:
-        if kind == "spare":
+        if kind in SPARE_KINDS:
             return
         cache.evict_states(1)
     slot = cache.state_slots.allocate(1)
@@ -60,9 +61,13 @@ def serve(cache: RadixCache, turn: Turn) -> int:
         save(cache, done.node, match.length, "branch")
     strides = (len(prompt) - match.position) // INTERVAL
     stride = INTERVAL * max(1, -(-strides // MAX_SPARE))
-    for position in range((match.position // stride + 1) * stride, tail, stride):
-        if cache.state_slots.num_free > max(1, cache.state_slots.total // 8):
-            save(cache, done.node, position, "spare")
+    document = tail // stride * stride - stride
+    spare = range((match.position // stride + 1) * stride, tail, stride)
+    for position in sorted(spare, key=lambda position: position != document):
+        kind = "document" if position == document else "spare"
+        free = cache.state_slots.num_free > max(1, cache.state_slots.total // 8)
+        if free or (kind == "document" and cache.evict_spare(lambda node: False)):
+            save(cache, done.node, position, kind)
     save(cache, done.node, len(whole), "output")
     cache.unlock(done.node)
     return match.position

@@ -13,10 +13,12 @@ from mamba_eagle.message.indices import Indices
 
 Tokens = NDArray[np.int32]
 # Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
-# in case that prompts will part there, behind an output, where a client asked for it. A hit is of
-# kind "journal" if it is behind the state, by rows.
-StateKind = Literal["tail", "branch", "spare", "output", "asked", "journal"]
+# in case that prompts will part there, at the last one before what may be a question behind a
+# document, behind an output, where a client asked for it. A hit is of kind "journal" if it is
+# behind the state, by rows.
+StateKind = Literal["tail", "branch", "spare", "document", "output", "asked", "journal"]
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
+SPARE_KINDS: tuple[StateKind, ...] = ("spare", "document")  # which no request has asked for
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
@@ -108,6 +110,11 @@ class Node:
     @property
     def start(self) -> int:
         return self.end - len(self.kv_slots)
+
+    @property
+    def moved_kind(self) -> StateKind:
+        """Of its state in another tier: with its first hit a spare one is where prompts part."""
+        return self.kind if self.spare or self.kind not in SPARE_KINDS else "branch"
 
     @property
     def key(self) -> int:

@@ -156,9 +156,17 @@ class RadixCache(PrefixTree):
     def num_journals(self) -> int:
         return len(self.journals.order)
 
-    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
+    def match(
+        self,
+        tokens: Tokens,
+        limit: int,
+        salt: int = 0,
+        followed: bool = False,
+        uses: bool = True,
+    ) -> Match:
         """The deepest state at a position <= ``limit``, and how far the KV goes, of what was
-        inserted with this salt. Counts as a use of both; locks nothing.
+        inserted with this salt. Counts as a use of the KV and, if it ``uses`` it, of the state;
+        locks nothing.
 
         followed: only of states up to which the drafter has followed the prefix."""
         path, length = self.walk(tokens, salt)
@@ -185,7 +193,7 @@ class RadixCache(PrefixTree):
         kv_slots = indices()
         for part in reversed(list(ends_at.ancestors())):
             kv_slots += part.kv_slots
-        if hit is not self.root:
+        if uses and hit is not self.root:
             self.states.use(hit)
         return Match(
             length,
@@ -278,6 +286,15 @@ class RadixCache(PrefixTree):
             self._drop_state(node)
             freed += 1
         return freed
+
+    def evict_spare(self, unless: Callable[[Node], bool]) -> bool:
+        """Frees the state slot of the spare state that is worth least; False if ``unless`` holds
+        for all."""
+        node = self.states.least_spare(unless)
+        if node is not None:
+            self.below.state_goes(node)
+            self._drop_state(node)
+        return node is not None
 
     def _drop_state(self, node: Node) -> None:
         for journal in list(node.journals):

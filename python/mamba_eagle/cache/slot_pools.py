@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import Fold, Node
+from mamba_eagle.cache.node import Fold, Node, StateKind
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message import CacheNode
 from mamba_eagle.message.indices import Indices
@@ -95,6 +95,15 @@ class SlotPools:
             self.cache.evict_states(1, keep)
         slots = self.states.allocate(1)
         return slots[0] if slots else None
+
+    def reserve_spare(self, kind: StateKind, keep: Collection[int]) -> int | None:
+        """A state slot for a state that no known request asks for: a free one, an eighth staying
+        free, or for a document's that of another such state, which is not in ``keep``."""
+        if self.has_spare_state or (
+            kind == "document" and self.cache.evict_spare(lambda node: node.state_slot in keep)
+        ):
+            return self.reserve_state(keep)
+        return None
 
     def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
         """A journal slot; None if there is none that can be had for it. keep: state slots that are

@@ -1,9 +1,9 @@
 """The recurrent states that are cached, and which of them is worth least."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import Node, StateKind
+from mamba_eagle.cache.node import SPARE_KINDS, Node, StateKind
 from mamba_eagle.cache.order import LazyHeap, Rank
 from mamba_eagle.cache.tree import PrefixTree
 
@@ -25,8 +25,8 @@ class CachedStates:
     valuable one that no one uses is evicted as well once the inflation has passed its score.
 
     *Spare* states, which were stored in case a later prompt branches off there, have shown no value
-    so far: they are evicted before all others, least recent first, and do not count as the next
-    shallower state. With its first hit a spare state becomes an ordinary one.
+    so far: they are evicted before all others, least recent first and a document's last, and do not
+    count as the next shallower state. With its first hit a spare state becomes an ordinary one.
     """
 
     def __init__(self, tree: PrefixTree, slots: SlotAllocator, draft_states: bool = False) -> None:
@@ -43,7 +43,7 @@ class CachedStates:
 
     def attach(self, node: Node, slot: int, kind: StateKind, followed: bool) -> bool:
         """As ``RadixCache.attach_state``, at the end of ``node``."""
-        spare = kind == "spare"
+        spare = kind in SPARE_KINDS
         if node.state_slot >= 0:
             if not spare:
                 self._set_ordinary(node)
@@ -87,6 +87,11 @@ class CachedStates:
             self.inflation = max(self.inflation, self.score(node))
         return node
 
+    def least_spare(self, unless: Callable[[Node], bool]) -> Node | None:
+        """The node whose state is the spare one to be evicted; None if ``unless`` holds for all."""
+        node = self.order.first(lambda node: node.spare and unless(node))
+        return node if node is not None and node.spare else None
+
     def journal_added(self, anchor: Node, size: int) -> None:
         """One of ``size`` tokens begins at the state there."""
         self.longest_journal = max(self.longest_journal, size)
@@ -123,8 +128,12 @@ class CachedStates:
 
     def _rank(self, node: Node) -> Rank:
         """The lowest is evicted first."""
-        score = 0 if node.spare else self.score(node)
-        return node.state_pins > 0, not node.spare, score, node.state_used_at, node.end
+        worth, score = 2, 0
+        if node.spare:
+            worth = int(node.kind == "document")
+        else:
+            score = self.score(node)
+        return node.state_pins > 0, worth, score, node.state_used_at, node.end
 
     def score(self, node: Node) -> int:
         """Inflation plus the tokens that a hit here saves over what shallower states give, journals

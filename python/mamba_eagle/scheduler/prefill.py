@@ -238,6 +238,7 @@ class PrefillManager:
             self.slots.flush()
             return self._admit(request, self.catch_up.from_nothing(request), plan, holding)
         request.admit(held)
+        request.length_below = self.tiers.length(request.to_prefill, request.salt)
         self.policy.admit(request.drafts, start.catches_up)
         if match.position > 0:
             plan.reads.update((match.state_slot, match.draft_state))

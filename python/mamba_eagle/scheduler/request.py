@@ -52,6 +52,7 @@ class Request:
         self.weight_version = DEFAULT_VERSION  # of the weights that it runs with
         self.queue_time = -1.0  # seconds; negative: not admitted so far
         self.fetches = 0  # loads from lower tiers of the cache that it has started
+        self.length_below = 0  # tokens that they had of it when it was admitted
         self.waits_for_grammar = False  # until the runner has compiled it (grammars.py)
         self.input_logprobs: list[TokenLogprob] = []
         self.embedding = b""

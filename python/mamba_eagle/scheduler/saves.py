@@ -36,12 +36,14 @@ class StateSaves:
             return [], {}
         start = held.inserted
         tail = self._tail(request, held, end, plan)
+        below, hit = request.length_below, held.hit
+        parts_below = below if below - hit.position >= MIN_SHARED_TOKENS else 0
         state_slots: dict[int, int] = {}  # by position
         asked = request.asked.cache.positions
         shared = self._shared_positions(request, held, waiting)
-        for position in [tail, *asked, *shared, held.hit.length]:
+        for position in [tail, *asked, *shared, hit.length, parts_below]:
             last = end if position in asked else min(end, tail)
-            inside = max(start, held.hit.position) < position <= last
+            inside = max(start, hit.position) < position <= last
             if inside and position not in state_slots:
                 state_slot = self.slots.reserve_state(keep=plan.reads)
                 if state_slot is None:
@@ -53,13 +55,15 @@ class StateSaves:
             position: ("tail" if position == tail else "asked" if position in asked else "branch")
             for position in state_slots
         }
-        for position in self._spare_positions(request, held, min(end, tail)):
-            if position in state_slots or not self.slots.has_spare_state:
+        spare = self._spare_positions(request, held, min(end, tail))
+        document = (len(request.to_prefill) - 1) // spare.step * spare.step - spare.step
+        for position in sorted(spare, key=lambda position: position != document):
+            kind: StateKind = "document" if position == document else "spare"
+            if position in state_slots:
                 continue
-            state_slot = self.slots.reserve_state()
-            assert state_slot is not None
-            state_slots[position] = state_slot
-            kinds[position] = "spare"
+            state_slot = self.slots.reserve_spare(kind, plan.reads)
+            if state_slot is not None:
+                state_slots[position], kinds[position] = state_slot, kind
         return [StateSave(*save) for save in sorted(state_slots.items())], kinds
 
     def _tail(self, request: Request, held: HeldSlots, end: int, plan: PlanDraft) -> int:

@@ -13,7 +13,6 @@ from mamba_eagle.cache.node import (
     Journal,
     Match,
     Node,
-    StateKind,
     Tokens,
     common_prefix,
 )
@@ -117,7 +116,7 @@ class Load(Transfer):
         # In a tier of units, another copy may read what would be replaced.
         is_read = self.passage.upper.number > 0 and above.locks > 0
         if (is_read and above.state_slot >= 0) or not cache.attach_state(
-            node, above.end, self.state, anchor.kind, anchor.state_followed
+            node, above.end, self.state, anchor.moved_kind, anchor.state_followed
         ):
             cache.state_slots.free([self.state])
         if self.journal >= 0 and (
@@ -172,8 +171,10 @@ class Passage(CacheBelow):
 
     def descend(self, node: Node) -> None:
         """The tier below gets what it lacks of the node's state, its journals, and their KV; or
-        nothing, if there is no room. A spare state is not worth it."""
-        if node.state_slot < 0 or node.spare or node.end < self.min_gain:
+        nothing, if there is no room. Of the spare states a document's alone is worth it."""
+        if node.state_slot < 0 or node.end < self.min_gain:
+            return
+        if node.spare and node.kind != "document":
             return
         if self.labels is not None and node.salt & ADAPTED:
             return  # the adapter's number means nothing after a restart
@@ -196,7 +197,7 @@ class Passage(CacheBelow):
         tokens = np.concatenate([part.tokens for part in path])[:end]
         node, length = lower.lock_common(tokens, bottom.salt)
         slot = self._reserve(node, length, end, anchor, journal)
-        kv = self.lower.reserve_kv(end - length) if slot is not None else None
+        kv = self.lower.reserve_kv(end - length, anchor.spare) if slot is not None else None
         if slot is None or kv is None or (slot < 0 and not kv):
             if slot is not None and slot >= 0:
                 (lower.state_slots if journal is None else lower.journal_slots).free([slot])
@@ -214,8 +215,7 @@ class Passage(CacheBelow):
                 node = done.node
         source, target = self.upper.blocks(sources), self.lower.blocks(kv)
         if slot >= 0 and journal is None:
-            kind: StateKind = "branch" if anchor.kind == "spare" else anchor.kind
-            lower.attach_state(node, end, slot, kind, anchor.state_followed)
+            lower.attach_state(node, end, slot, anchor.moved_kind, anchor.state_followed)
             source = self.upper.blocks(sources, anchor.state_slot)
             target = self.lower.blocks(kv, slot)
         elif slot >= 0 and journal is not None:
@@ -237,8 +237,10 @@ class Passage(CacheBelow):
         lower = self.lower
         if journal is None:
             if length == end and node.state_slot >= 0:
+                if not anchor.spare:
+                    lower.cache.states.use(node)
                 return -1
-            return lower.reserve_state()
+            return lower.reserve_state(spare=anchor.spare)
         place = lower.cache.node_at(node, anchor.end)
         if any(
             common_prefix(other.tokens, journal.tokens) == len(journal.tokens)
@@ -263,7 +265,7 @@ class Passage(CacheBelow):
 
     def reach(self, tokens: Tokens, limit: int, salt: int) -> Match:
         """What the tier below has of a prompt."""
-        return self.lower.cache.match(tokens, limit, salt)
+        return self.lower.cache.match(tokens, limit, salt, uses=False)
 
     def load(self, tokens: Tokens, hit: Match, above: int, keep: Collection[int]) -> bool:
         """Starts to bring up what was found below. Returns whether that is worth it: it continues
@@ -291,6 +293,7 @@ class Passage(CacheBelow):
         copy = TierCopy(next(self.numbers), source, upper.blocks(kv, state, slot))
         self.copies.append(copy)
         anchor, prefix = lower.cache.node_at(hit.node, hit.anchor), tokens[:position].copy()
+        lower.cache.states.use(anchor)
         self.transfers[copy.number] = Load(
             self, hit.node, length, node, prefix, hit.node.salt, anchor, kv, state, slot
         )

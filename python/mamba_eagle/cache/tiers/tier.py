@@ -83,27 +83,31 @@ class Tier(Shelf):
     def cache(self) -> RadixCache:
         return self._cache
 
-    def reserve_kv(self, count: int) -> Indices | None:
-        """Units for as many tokens; None if they cannot be had."""
-        self._make_room(self.kv, count)
+    def reserve_kv(self, count: int, spare: bool = False) -> Indices | None:
+        """Units for as many tokens; None if they cannot be had. spare: of a spare state, for which
+        no other but spare ones are evicted."""
+        self._make_room(self.kv, count, spare)
         taken = self.kv.allocate(count)
         return None if taken is None else indices(sorted(taken))
 
-    def reserve_state(self, keep: Collection[int] = ()) -> int | None:
-        return self._reserve(self.states)
+    def reserve_state(self, keep: Collection[int] = (), spare: bool = False) -> int | None:
+        return self._reserve(self.states, spare)
 
     def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
         return self._reserve(self.journals)
 
-    def _reserve(self, pieces: Pieces) -> int | None:
-        self._make_room(self.units, pieces.size)
+    def _reserve(self, pieces: Pieces, spare: bool = False) -> int | None:
+        self._make_room(self.units, pieces.size, spare)
         slots = pieces.allocate(1)
         return slots[0] if slots else None
 
-    def _make_room(self, pool: SlotAllocator, count: int) -> None:
-        """Evicts leaves, with all that is on them: KV that no state is left for is of no use, nor
-        are states without it."""
-        while pool.num_free < count <= pool.total and self.cache.evict_kv(1):
+    def _make_room(self, pool: SlotAllocator, count: int, spare: bool) -> None:
+        """Evicts spare states, and then leaves, with all that is on them: KV that no state is left
+        for is of no use, nor are states without it."""
+        while pool.num_free < count <= pool.total and (
+            (pool is self.units and self.cache.evict_spare(lambda node: node.locks > 0))
+            or (not spare and self.cache.evict_kv(1))
+        ):
             pass
 
     def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:

@@ -68,6 +68,10 @@ class CacheTiers:
                 return True
         return False
 
+    def length(self, tokens: Tokens, salt: int) -> int:
+        """How many tokens of a prompt lower tiers have, with a state at their end or without."""
+        return max((each.lower.cache.walk(tokens, salt)[1] for each in self.passages), default=0)
+
     def write_down(self) -> None:
         """Before a plan is built: what is new goes down, where there is room."""
         for passage in self.passages:

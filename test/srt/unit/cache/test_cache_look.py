@@ -100,14 +100,15 @@ def test_hits_are_counted_by_what_they_hit():
     answer = serving.texts["first"]
     assert serve("chat", prompt + answer + [1, 2, 3]) == 303 and hits() == {"tail": 1, "output": 1}
     assert serve("fork", [*prompt[:200], 49, 48]) == 192
-    assert hits() == {"tail": 1, "output": 1, "spare": 1}
+    assert hits() == {"tail": 1, "output": 1, "document": 1}
     assert serve("fork again", [*prompt[:200], 47, 46]) == 200
-    assert hits() == {"tail": 1, "output": 1, "spare": 1, "branch": 1}
+    assert hits() == {"tail": 1, "output": 1, "document": 1, "branch": 1}
     use, state = serving.scheduler.cache_use(), serving.scheduler.state()
     assert use.saved_tokens == {
         "tail": 299,
         "output": 303,
-        "spare": 192,
+        "spare": 0,
+        "document": 192,
         "branch": 200,
         "asked": 0,
         "journal": 0,

@@ -6,6 +6,7 @@ Invariants go by their names in docs/design/cache-tiers.md.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from fake_runner import Server, expected_text
 from fake_tiers import TieredRunner, tiered_server
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import salt_number
+from mamba_eagle.cache.node import StateKind, salt_number
 from mamba_eagle.cache.tiers.disk_log import Label, Record, framed, live, read_log
-from mamba_eagle.cache.tiers.tier import Pieces
+from mamba_eagle.cache.tiers.tier import Pieces, Tier
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import CacheHints, TierSizes
@@ -109,6 +110,50 @@ def test_all_prefixes_come_back_after_far_more_than_fits(tmp_path) -> None:
         ask(server, f"again{i}", prompt)
         assert server.last[f"again{i}"].cached_tokens == len(prompt) - 1
         assert server.texts[f"again{i}"] == server.texts[f"first{i}"]
+
+
+def ask_about_documents(config: EngineConfig) -> dict[str, set[int]]:
+    """Without rows of a prompt's last tokens: states are behind the questions. Documents of 80
+    tokens are evicted before the next question; returns what was cached then, by question."""
+    rng, cached = random.Random(1), {}
+    sizes = TierSizes(host_units=3200, kv_units=1, state_units=7, journal_units=3)
+    server = tiered_server(config, TieredRunner(150, 6, 2, 400, sizes=sizes, rng=rng), rng)
+    documents = [[i, *(rng.randrange(50) for _ in range(79))] for i in range(8)]
+    for turn in ("first", "second", "third"):
+        for i, document in enumerate(documents):
+            prompt = document + [rng.randrange(50) for _ in range(7)]
+            ask(server, f"{turn}{i}", prompt)
+            assert server.texts[f"{turn}{i}"] == expected_text(prompt, SAMPLING)
+        cached[turn] = {server.last[f"{turn}{i}"].cached_tokens for i in range(8)}
+    return cached
+
+
+def test_another_question_finds_a_document_that_was_evicted() -> None:
+    assert ask_about_documents(config()) == {"first": {0}, "second": {64}, "third": {64}}
+
+
+def test_a_document_that_was_run_twice_is_found() -> None:
+    """Where no spare states are kept."""
+    without = dataclasses.replace(config(), mamba_checkpoint_interval=0)
+    assert ask_about_documents(without) == {"first": {0}, "second": {0}, "third": {80}}
+
+
+def test_spare_states_below_cost_nothing_but_room() -> None:
+    """40 units: a token takes 1, a state 7."""
+    tier = Tier(1, 40, msgspec.structs.replace(SIZES["host"], host_units=40), False)
+    cache, tokens = tier.cache, np.arange(20, dtype=np.int32)
+
+    def save(position: int, kind: StateKind) -> bool:
+        slot = tier.reserve_state(spare=kind == "document")
+        return slot is not None and cache.attach_state(leaf, position, slot, kind)
+
+    leaf = cache.insert(cache.root, tokens, tier.reserve_kv(20)).node
+    assert save(20, "tail") and save(8, "document")
+    assert save(12, "document") and cache.match(tokens, 11, uses=False).position == 0
+    assert tier.reserve_kv(14, spare=True) is None and save(10, "document")
+    assert save(16, "branch") and not save(14, "document")
+    assert [cache.match(tokens, limit).position for limit in (15, 19, 20)] == [0, 16, 20]
+    tier.check_integrity(0)
 
 
 def test_salts_share_nothing_below(tmp_path) -> None:
