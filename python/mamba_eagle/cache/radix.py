@@ -157,12 +157,7 @@ class RadixCache(PrefixTree):
         return len(self.journals.order)
 
     def match(
-        self,
-        tokens: Tokens,
-        limit: int,
-        salt: int = 0,
-        followed: bool = False,
-        uses: bool = True,
+        self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False, uses: bool = True
     ) -> Match:
         """The deepest state at a position <= ``limit``, and how far the KV goes, of what was
         inserted with this salt. Counts as a use of the KV and, if it ``uses`` it, of the state;
