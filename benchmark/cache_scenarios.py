@@ -25,7 +25,7 @@ from benchmark.lib.server import ServerProcess
 from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.node import as_tokens, common_prefix
 from mamba_eagle.embedded import EMBEDDED_MODEL
-from mamba_eagle.eval.prompts import problem_texts
+from mamba_eagle.eval.gsm8k import problem_texts
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 HERE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ from benchmark.lib.cpu_time import cpu_seconds, family_seconds
 from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import generate_all
-from mamba_eagle.eval.prompts import problem_texts
+from mamba_eagle.eval.gsm8k import problem_texts
 
 HERE = Path(__file__).parent
 Times = dict[str, float]  # by process, and "all"

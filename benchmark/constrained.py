@@ -37,7 +37,7 @@ from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
-from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
+from mamba_eagle.eval.gsm8k import load_tokenizer, synthetic_prompts
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.sampler import Scored

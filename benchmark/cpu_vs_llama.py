@@ -35,7 +35,7 @@ from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.resolve import resolve
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"

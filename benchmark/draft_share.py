@@ -22,7 +22,7 @@ from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.bench.one_batch import release_memory
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner

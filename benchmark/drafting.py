@@ -26,7 +26,7 @@ from mamba_eagle.bench.batch import BatchEngine, sized_for
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k
-from mamba_eagle.eval.prompts import load_tokenizer
+from mamba_eagle.eval.gsm8k import load_tokenizer
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner

@@ -25,7 +25,7 @@ from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import experts, facts, results
 from mamba_eagle.bench.batch import sized_for
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner

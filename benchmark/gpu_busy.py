@@ -20,7 +20,7 @@ from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.bench_one_batch import make_parser
 from mamba_eagle.config import EngineConfig, from_arguments
 from mamba_eagle.core import PLAIN
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 

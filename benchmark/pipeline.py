@@ -30,7 +30,7 @@ from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import results
 from mamba_eagle.bench.batch import greedy, sized_for
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.message import Generate, Plan, RunnerReady, StepResult
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
@@ -99,8 +99,7 @@ def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links
 def join(rank: int, size: int, file: str) -> Any:
     import torch
 
-    from mamba_eagle.parallel.distributed import ProcessGroup, meet
-    from mamba_eagle.parallel.meeting import FileMeeting
+    from mamba_eagle.parallel.distributed import FileMeeting, ProcessGroup, meet
     from mamba_eagle.parallel.shard import Shard
 
     device = torch.device("cpu")

@@ -25,7 +25,7 @@ from benchmark.lib import answering
 from benchmark.lib.cpu_time import family_seconds
 from mamba_eagle import Engine, run_batch
 from mamba_eagle.bench import facts, results
-from mamba_eagle.eval.prompts import problem_texts
+from mamba_eagle.eval.gsm8k import problem_texts
 
 HERE = Path(__file__).parent
 

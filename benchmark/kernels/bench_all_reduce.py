@@ -23,9 +23,8 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
-from mamba_eagle.parallel.distributed import ProcessGroup, meet
+from mamba_eagle.parallel.distributed import FileMeeting, ProcessGroup, meet
 from mamba_eagle.parallel.groups import Group
-from mamba_eagle.parallel.meeting import FileMeeting
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.sums import sums_for

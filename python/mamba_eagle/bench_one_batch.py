@@ -10,14 +10,17 @@ the scheduler's own are left out (see mamba_eagle/bench/batch.py).
 """
 
 import argparse
+import asyncio
 import dataclasses
+import itertools
 import os
 import sys
+import time
+from typing import NamedTuple
 
-from mamba_eagle.bench import served
-from mamba_eagle.bench.client import ServerError, add_server_flags
+from mamba_eagle.bench.client import Client, ServerError, add_server_flags, full_url
 from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
-from mamba_eagle.eval.prompts import problem_texts, synthetic_prompts
+from mamba_eagle.eval.gsm8k import problem_texts, synthetic_prompts
 from mamba_eagle.resolve import resolve
 
 CORRECTNESS_PROMPTS = 3
@@ -70,6 +73,76 @@ def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     return "".join(config.simulation_problems())
 
 
+# ── a served batch ──
+
+
+class Served(NamedTuple):
+    """Counts of tokens and steps, and seconds from the first request to the last reply."""
+
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    steps: int  # 0 without speculation
+
+    def lines(self) -> list[str]:
+        total = self.prompt_tokens + self.output_tokens
+        lines = [
+            f"Prompts. tokens: {self.prompt_tokens}, of them cached: {self.cached_tokens}",
+            f"Output.  throughput: {self.output_tokens / self.seconds:9.2f} token/s",
+            f"Total. latency: {self.seconds:6.3f} s, "
+            f"throughput: {total / self.seconds:9.2f} token/s",
+        ]
+        if self.steps:
+            lines.append(f"Acceptance. length: {self.output_tokens / self.steps:.3f} token/step")
+        return lines
+
+
+def measure_server(args: argparse.Namespace, text: str) -> None:
+    """Every combination of batch size, input and output length in ``args``, printed as it comes.
+    text: what prompts are cut from.
+
+    Raises: ServerError
+    """
+    asyncio.run(_measure_server(args, text))
+
+
+async def _measure_server(args: argparse.Namespace, text: str) -> None:
+    url = full_url(args.url)
+    async with Client(url, args.api_key) as client:
+        tokens = await client.tokenize(text)
+        for size in itertools.product(args.batch_size, args.input_len, args.output_len):
+            batch, input_len, output_len = size
+            print(f"Benchmark ... {url}, batch {batch}, input {input_len}, output {output_len}")
+            prompts = [_cut(tokens, i * input_len, input_len) for i in range(batch)]
+            print("\n".join((await _serve(client, prompts, output_len)).lines()))
+
+
+def _cut(tokens: list[int], begin: int, length: int) -> list[int]:
+    """``length`` tokens from ``begin`` on, as if ``tokens`` had no end."""
+    return [tokens[(begin + i) % len(tokens)] for i in range(length)]
+
+
+async def _serve(client: Client, prompts: list[list[int]], output_len: int) -> Served:
+    sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+    bodies = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts]
+    begin = time.perf_counter()
+    replies = await client.generate_all(bodies, len(bodies))
+    seconds = time.perf_counter() - begin
+    metas = [reply["meta_info"] for reply in replies]
+
+    def total(field: str) -> int:
+        return sum(meta.get(field) or 0 for meta in metas)
+
+    return Served(
+        seconds,
+        total("prompt_tokens"),
+        total("cached_tokens"),
+        total("completion_tokens"),
+        total("spec_verify_ct"),
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     # Read when torch is first imported. A thread that spins at a barrier takes the core from the
     # thread it waits for as soon as anything else runs: steps become ten times slower.
@@ -85,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         if config != EngineConfig():
             parser.error(f"--url {args.url}: the server has its own model; leave its flags out")
         try:
-            served.measure(args, "\n".join(problem_texts(SERVED_PROBLEMS)))
+            measure_server(args, "\n".join(problem_texts(SERVED_PROBLEMS)))
         except ServerError as error:
             sys.exit(f"error: {error}")
         return

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from mamba_eagle.config import ConfigError, flag_of
+from mamba_eagle.config import ConfigError, Parser, add_arguments, flag_of
 from mamba_eagle.core import shown
 
 FLAG = "--config"
@@ -35,8 +35,9 @@ def with_config_file(arguments: Sequence[str], config: type) -> list[str]:
 
     Raises: ConfigError with everything that is wrong with the file.
     """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument(FLAG)
+    finder = Parser(add_help=False)  # knows all flags, so that it reads abbreviations as they do
+    add_config_flag(finder)
+    add_arguments(finder, config)
     path = finder.parse_known_args(arguments)[0].config
     if path is None:
         return list(arguments)

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.types import ASGIApp
 
+from mamba_eagle.chat.format import chat_problems
 from mamba_eagle.config import ConfigError, ServerConfig, own_engine_part
 from mamba_eagle.in_process import EngineThreads
 from mamba_eagle.message import BEAT_SECONDS
-from mamba_eagle.message.channel import remove_socket_dir
+from mamba_eagle.message.channel import new_socket_dir, remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
 from mamba_eagle.server.bodies.grammar_trials import ThreadJudge
-from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.engine.launch import Ending, Launch
 from mamba_eagle.server.engine.nodes import fault
-from mamba_eagle.server.engine.socket_dir import new_socket_dir
 from mamba_eagle.server.http.asgi_client import Call
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.text import TextTokenizer

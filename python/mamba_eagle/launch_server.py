@@ -1,5 +1,6 @@
 """``python -m mamba_eagle.launch_server``: the server, with SGLang's flags where both have them."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         show_torch()  # for a caller of this as a function
         return _report(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # no one reads it any more
+            stream.flush()
     # Everything is closed. Threads may still be importing, which must not delay the exit.
     os._exit(code)
 

@@ -1,5 +1,6 @@
 """What log lines look like: text for people, or JSON for whatever collects them."""
 
+import contextlib
 import json
 import logging
 import os
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 log = logging.getLogger("mamba_eagle")
 PROGRESS_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # which a bar would cut
@@ -49,12 +50,18 @@ def are_json() -> bool:
     return any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers)
 
 
+def _write(stream: TextIO | None, text: str) -> None:
+    """A server goes on when the reader of its output has gone, as ``| head`` has."""
+    with contextlib.suppress(OSError):
+        print(text, end="", file=stream, flush=True)
+
+
 def say(line: str) -> None:
     """Something that every operator is to read: on standard output, or in a log of JSON."""
     if are_json():
         log.info(line)
     else:
-        print(line, flush=True)
+        _write(sys.stdout, line + "\n")
 
 
 def complain(line: str) -> None:
@@ -62,7 +69,7 @@ def complain(line: str) -> None:
     if are_json():
         log.error(line)
     else:
-        print(line, file=sys.stderr, flush=True)
+        _write(sys.stderr, line + "\n")
 
 
 def pass_on(role: str, text: str, lines: Iterable[str]) -> None:
@@ -70,14 +77,13 @@ def pass_on(role: str, text: str, lines: Iterable[str]) -> None:
     in a log of JSON the ``lines`` that are complete. A C library or a crash knows nothing of
     logging: what is not JSON becomes a message."""
     if not are_json():
-        sys.stderr.write(text)
-    else:
-        for line in filter(str.strip, lines):
-            if line.startswith("{"):
-                sys.stderr.write(line + "\n")
-            else:
-                log.getChild(role).warning(line)
-    sys.stderr.flush()
+        _write(sys.stderr, text)
+        return
+    for line in filter(str.strip, lines):
+        if line.startswith("{"):
+            _write(sys.stderr, line + "\n")
+        else:
+            log.getChild(role).warning(line)
 
 
 class JsonFormatter(logging.Formatter):

@@ -75,7 +75,7 @@ def drafter_problems(config: EngineConfig) -> list[str]:
     if head_problems(config):
         return []
     show_torch()  # the server process needs it for nothing else
-    from mamba_eagle.drafting.check import drafter_problems
+    from mamba_eagle.drafting import drafter_problems
 
     return drafter_problems(config)
 
@@ -94,7 +94,7 @@ def find_folders(config: EngineConfig, values: dict[str, Any]) -> list[str]:
     for field_name, path, revision, with_weights in wanted:
         try:
             values[field_name] = str(checkpoint_folder(path, revision, with_weights))
-        except NotFound as error:
+        except (NotFound, OSError, RuntimeError) as error:  # no permission, no such ~user
             problems.append(f"{flag_of(field_name)} {path}: {error}")
     if tokenizer == name:
         values["tokenizer_path"] = values["model_path"]

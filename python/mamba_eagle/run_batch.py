@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,8 @@ from tqdm import tqdm
 from mamba_eagle.config import ConfigError, Parser, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.engine import Engine, EngineError
 from mamba_eagle.server.apis.batches.lines import Line, read_lines
+
+REPLY = itemgetter("custom_id", "response")
 
 
 def make_parser() -> Parser:
@@ -36,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         lines = list(read_lines(arguments.input))
         done = read_done(arguments.output)
-        with open(arguments.output, "a", encoding="utf-8") as output:
+        # Half of a surrogate pair, in a name, is written as JSON escapes it.
+        with open(arguments.output, "a", encoding="utf-8", errors="backslashreplace") as output:
             settings = {**vars(config), "log_level": "warning"}
             with Engine(**settings) as engine:
                 failed = asyncio.run(run(engine, lines, done, output))
@@ -56,16 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_done(path: str) -> set[str]:
     """The custom_ids that have a reply. A line that was cut when its run ended is cut off.
 
-    Raises: OSError
+    Raises: OSError; ConfigError if it has other lines than replies: it is another file.
     """
     file = Path(path)
     if not file.exists():
         return set()
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
+    done = set()
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            custom_id, _ = REPLY(json.loads(line))
+            done.add(custom_id)
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                [f"{path}: line {number} is not a reply: name a new file, or that of an ended run"]
+            ) from None
     if len(whole) < len(text):
         file.write_bytes(whole)
-    return {json.loads(line)["custom_id"] for line in whole.splitlines()}
+    return done
 
 
 # ── the requests ─────────────────────────────────────────────────────────────────────────────

@@ -33,7 +33,7 @@ from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.layers.block import Block
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config
-from mamba_eagle.train.initial_weights import initialize
+from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.trainer import autocast, set_precision
 
 WEIGHTS = {READ: 0.2, WRITTEN: 1.0, SKIPPED: 0.0}  # of a token in the loss

@@ -11,7 +11,7 @@ from torch import Tensor
 from mamba_eagle.kernels.ssd.torch import ssd_chunked
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.train.unrolled_pass import convolve
+from mamba_eagle.train.heads.unrolled import convolve
 
 
 class TrainingContext(FullSequenceContext):

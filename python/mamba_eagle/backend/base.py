@@ -28,8 +28,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
-from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.stateless import StatelessScheme
+from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
 from mamba_eagle.backend.token_ops import TokenOps
 from mamba_eagle.backend.torch.attention import (
     CausalAttention,

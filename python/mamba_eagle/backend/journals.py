@@ -12,7 +12,7 @@ position q is always in row ``q % C``:
 A row holds a token's raw convolution input, its gates and its feature; what comes out of the
 convolution is computed again, which halves the memory. Here all tensor operations are
 torch's, on any device, and a replay takes all layers of a group at once; what a CPU does instead is
-in cpu/journals.py.
+in cpu/prefill.py.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.place import Place, zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
-from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.layers.context import AttentionView, Rotation
 from mamba_eagle.layers.recurrent import Inputs, Recurrent
 from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem

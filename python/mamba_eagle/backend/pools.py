@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.rounding import StateRounding
-from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import AttentionConfig, RecurrenceConfig

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -80,6 +80,20 @@ class KeptInputs(NamedTuple):
     gates: Tensor  # [layers, slots, size, gate_size]
 
 
+class FixedRecurrence(Protocol):
+    """The recurrence of passes that a graph repeats: it reads what differs from the same memory."""
+
+    def fits(self, parts: Sequence[PrefillPart]) -> bool:
+        """Whether there is room for what describes these prompts."""
+
+    def show(self, parts: Sequence[PrefillPart]) -> None:
+        """The next pass is over these prompts."""
+
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        """As a context's, over the number of tokens that is fixed: those of the prompts, and then
+        others, whose outputs mean nothing."""
+
+
 class PrefillContext(ABC):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
@@ -114,6 +128,10 @@ class PrefillContext(ABC):
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"
         return self.paged.attend(layer, q, k, v)
+
+    def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
+        """For passes of at most these sizes; None: the host must divide each."""
+        return None
 
     @abstractmethod
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:

@@ -77,11 +77,10 @@ class DraftPools(NamedTuple):
     kv: KVPool
     max_lanes: int  # KV slots for the lanes of a request, after the pool's padding slot
     shape: TreeShape  # the largest
-    min_probability: np.ndarray  # [1] float64, below which chains end (``Candidates.doubts``)
+    min_probability: np.ndarray  # [1] float64, of a node that is kept (``likely_nodes``)
 
 
 # ``f(slots, shape, longest)``, for requests without noise and grammars: processes all pending
 # entries of the requests in ``slots`` [b] int64, ``longest`` per request at most, and returns a
-# tree of ``shape`` for each; chains with fewer nodes where the drafter doubts that more would be
-# accepted.
+# tree of ``shape`` for each, with fewer nodes where the drafter doubts that more would be accepted.
 GreedyDrafting = Callable[[Tensor, TreeShape, int], Tree]

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
-from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
 from mamba_eagle.model_config import RecurrenceConfig
 

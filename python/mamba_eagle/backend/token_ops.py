@@ -4,13 +4,12 @@ rank with and samplers draw with, in the form that runs everywhere. Shapes: as i
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
-from mamba_eagle.kernels.sampling.torch import count_tokens
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
-from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
@@ -91,10 +90,12 @@ class TokenOps:
     # ── sampling ──
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-        """-inf for tokens that a grammar forbids, in new memory: logits [n, V], of any
-        dtype that steps have, rows [m] int64, indices of different rows, masks [m, W] int32, a bit
-        per token -> [n, V]."""
-        return mask_logits(logits, rows, masks)
+        """-inf for tokens that a grammar forbids, in new memory, since logprobs are of raw logits:
+        logits [n, V], of any dtype that steps have, rows [m] int64, indices of different rows,
+        masks [m, W] int32, bit ``v % 32`` of word ``v // 32`` for token v -> [n, V]."""
+        bits = torch.arange(32, device=masks.device, dtype=torch.int32)
+        allowed = (masks.unsqueeze(2) >> bits).bitwise_and_(1).flatten(1)[:, : logits.shape[1]]
+        return logits.index_copy(0, rows, logits[rows].masked_fill_(allowed == 0, -torch.inf))
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
@@ -120,7 +121,9 @@ class TokenOps:
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
         """Add the first number[i] of tokens[i] to counts[slots[i]]: counts [R, V] int32, slots and
         number [b], tokens [b, D]; the host need not know how many."""
-        count_tokens(counts, slots, tokens, number)
+        valid = torch.arange(tokens.shape[1], device=tokens.device) < number.unsqueeze(1)
+        cells = slots.unsqueeze(1) * counts.shape[1] + torch.where(valid, tokens, 0)
+        counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
 
     @property
     def samples_in_kernels(self) -> bool:

@@ -26,7 +26,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.core import PLAIN
 from mamba_eagle.lora.peft import Pair
-from mamba_eagle.lora.slots import AdapterSlots, HostAdapter
+from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import AdapterRead, LoadAdapter, ReadAdapter, RunnerReady
 from mamba_eagle.runner.leader import LeadingRunner, make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
@@ -49,7 +49,7 @@ class DummyAdapters:
         for name, matrix in slots.additions.items():
             down = random(slots.max_rank, matrix.size.inputs)
             pairs[name] = Pair(down, random(matrix.size.outputs, slots.max_rank))
-        self.adapter = HostAdapter(pairs)
+        self.adapter = pairs
 
     def load(self, adapters: Adapters) -> list[str]:
         """Into a scheduler that has none; returns their names."""

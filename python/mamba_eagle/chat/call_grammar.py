@@ -15,15 +15,16 @@ from mamba_eagle.chat.schema import Argument, arguments_of, closed, types_of
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import (
     Grammar,
+    Special,
     json_schema_grammar,
     lark_grammar,
     literal,
     quoted,
     regex_literal,
+    text_pattern,
 )
 from mamba_eagle.constrain.structural_tag import Tag, tagged_grammar
 
-Special = Mapping[str, int] | None
 MAX_CALLS = 32  # of one reply that must call: a weak model may find no end
 
 
@@ -167,8 +168,8 @@ def _free_text(form: CallForm, name: str) -> _Value:
     look for that first."""
     end = form.end_argument
     close = end.strip()
-    stop = re.escape(form.end.strip().partition("\n")[0])
-    text = f"/(?s:.*){_escaped(re.escape(close))}/ & ~/(?s:.*){_escaped(stop)}(?s:.*)/"
+    stop = form.end.strip().partition("\n")[0]
+    text = f"/(?s:.*){text_pattern(close)}/ & ~/(?s:.*){text_pattern(stop)}(?s:.*)/"
     return _Value(name, end[end.index(close) + len(close) :], f"{name}[lazy]: {text}\n")
 
 
@@ -190,8 +191,3 @@ def _one_line(argument: Argument) -> str:
     core = pattern.removeprefix("^")
     core = core[:-1] if ends else core
     return f"{lark} & {regex_literal(f'{before}({core})' + ('' if ends else '(?s:.*)'))}"
-
-
-def _escaped(pattern: str) -> str:
-    """In a Lark regex, slashes are escaped, too; line ends are written out."""
-    return pattern.replace("/", "\\/").replace("\\\n", "\\n").replace("\n", "\\n")

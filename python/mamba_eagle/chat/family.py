@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,12 @@ class Family:
         fields = {name: value for name, value in self.fields.items() if name != REASONING}
         if other is not None and other.reads_reasoning:
             fields = {REASONING: other.fields[REASONING], **fields}
-        return Family(
-            self.name,
-            {**self.template, "fields": fields},
-            other.reasoning if other is not None else None,
-            self.calls,
-        )
+        reasoning = other.reasoning if other is not None else None
+        return replace(self, template={**self.template, "fields": fields}, reasoning=reasoning)
 
     def without_calls(self) -> Family:
         fields = {name: value for name, value in self.fields.items() if name != CALLS}
-        return Family(self.name, {**self.template, "fields": fields}, self.reasoning)
+        return replace(self, template={**self.template, "fields": fields}, calls=None)
 
 
 @lru_cache(maxsize=64)
@@ -107,10 +103,10 @@ def read_family(name: str) -> Family:
     Raises: FamilyError
     """
     path = FOLDER / f"{name}.json" if name in FAMILIES else Path(name)
-    if name not in FAMILIES and not (path.suffix == ".json" and path.is_file()):
-        known = ", ".join((*FAMILIES, NONE))
-        raise FamilyError(f"it must be one of {known}, or the path of a JSON file like theirs")
     try:
+        if name not in FAMILIES and not (path.suffix == ".json" and path.is_file()):
+            known = ", ".join((*FAMILIES, NONE))
+            raise FamilyError(f"it must be one of {known}, or the path of a JSON file like theirs")
         values = json.loads(path.read_text(encoding="utf-8"))
         return _family(name, values)
     except FamilyError:

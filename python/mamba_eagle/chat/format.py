@@ -5,7 +5,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mamba_eagle.chat.family import CONTENT, REASONING, Family, FamilyError, family_of
+from mamba_eagle.chat.family import (
+    CONTENT,
+    NONE,
+    REASONING,
+    Family,
+    FamilyError,
+    family_of,
+    read_family,
+)
 from mamba_eagle.chat.parse import (
     FamilyParser,
     OutputParser,
@@ -13,8 +21,10 @@ from mamba_eagle.chat.parse import (
     parser_problem,
     template_problem,
 )
-from mamba_eagle.chat.render import ChatTemplate
+from mamba_eagle.chat.render import ChatTemplate, template_source
 from mamba_eagle.chat.thinking import Budget, token_set
+from mamba_eagle.config import ServerConfig, flag_of
+from mamba_eagle.core import shown
 
 log = logging.getLogger("mamba_eagle.chat")
 EDGES = ("open", "open_pattern", "close", "close_pattern")
@@ -142,3 +152,28 @@ def reasoning_is(family: Family | None, prefix: str) -> str:
     if parser.field == REASONING:
         return "open"
     return "over" if prefix.strip() else "possible"
+
+
+def chat_problems(config: ServerConfig) -> list[str]:
+    """What of ``--chat-template`` and the parsers cannot be used, with what to change."""
+    problems = []
+    if config.chat_template:
+        try:
+            template_source(config.chat_template)
+        except ValueError as error:
+            problems.append(f"--chat-template {shown(config.chat_template)[1:-1]}: {error}")
+    named = False
+    for name in ("tool_call_parser", "reasoning_parser"):
+        value = getattr(config, name)
+        if value in ("auto", NONE):
+            continue
+        named = True
+        try:
+            wrong = "" if parser_problem() else template_problem(read_family(value))
+        except FamilyError as error:
+            wrong = str(error)
+        if wrong:
+            problems.append(f"{flag_of(name)} {shown(value)[1:-1]}: {wrong}")
+    if named and (problem := parser_problem()):
+        problems.append(f"--tool-call-parser, --reasoning-parser: {problem}")
+    return problems

@@ -4,14 +4,19 @@ A budget is a count of tokens in the grammar itself, so where reasoning ends dep
 before it alone, and is the same with and without drafts.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from mamba_eagle.chat.family import Tags
-from mamba_eagle.constrain.grammar import SPACES, Grammar, lark_grammar, literal, quoted
-
-Special = Mapping[str, int] | None
+from mamba_eagle.constrain.grammar import (
+    SPACES,
+    Grammar,
+    Special,
+    lark_grammar,
+    literal,
+    quoted,
+    text_pattern,
+)
 
 
 class Budget(NamedTuple):
@@ -71,10 +76,10 @@ def _free(tags: Tags, special: Special, avoid: str) -> tuple[str, str]:
     names = special or {}
     but = ""
     if avoid and avoid not in names:
-        but = f" & ~/(?s:.*){_pattern(avoid)}(?s:.*)/"
+        but = f" & ~/(?s:.*){text_pattern(avoid)}(?s:.*)/"
     if tags.close in names:
         return f"THOUGHT <[{names[tags.close]}]>", f"THOUGHT: /(?s:.*)/{but}\n"
-    return "thought", f"thought[lazy]: /(?s:.*){_pattern(tags.close)}/{but}\n"
+    return "thought", f"thought[lazy]: /(?s:.*){text_pattern(tags.close)}/{but}\n"
 
 
 def _counted(tags: Tags, budget: Budget) -> tuple[str, str]:
@@ -90,7 +95,3 @@ def _counted(tags: Tags, budget: Budget) -> tuple[str, str]:
     if budget.end_is_special:
         return f"{others}{{0,{n}}} {end}", ""
     return f"({others}{{0,{n}}} {end} | {others}{{{n}}} {quoted(tags.close)})", ""
-
-
-def _pattern(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")

@@ -53,11 +53,8 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and isinstance(value[0], dict):  # a chat
-        return "\n".join(f"{one.get('role')}: {one.get('content')}" for one in _dicts(value))
+        messages = [one for one in value if isinstance(one, dict)]
+        return "\n".join(f"{one.get('role')}: {one.get('content')}" for one in messages)
     if isinstance(value, list) and value and isinstance(value[0], str):  # several prompts
         return value[0]
     return json.dumps(value)[:MAX_COMPARED]
-
-
-def _dicts(values: list[Any]) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)]

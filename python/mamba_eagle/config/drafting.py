@@ -41,9 +41,9 @@ class DraftSettings(Settings):
         "number of nodes verified per step, including the root; auto: 8, on a CPU 6",
     )
     speculative_draft_p_min: float = setting(
-        0.5,
-        "on a CPU, greedy requests: a chain of drafts ends where the drafter's probability "
-        "that all of it is accepted falls below this; 0: never",
+        0.6,
+        "on a CPU, greedy requests: no draft is verified that the drafter gives a smaller "
+        "probability of being accepted; 0: all are",
     )
     speculative_adaptive: bool = setting(
         True, "use the fastest draft for each step: this tree, a smaller one, a chain, or none"

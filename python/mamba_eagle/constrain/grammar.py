@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +20,14 @@ from typing import Any
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from mamba_eagle.constrain.errors import GrammarError
-from mamba_eagle.constrain.schema import checked_schema
+from mamba_eagle.constrain.schema import checked_schema, limit_length
 from mamba_eagle.core import shown
-from mamba_eagle.limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
+from mamba_eagle.limits import MAX_CHOICES
 
 ANY_TEXT = r"/(.|\n)*/"  # Lark: text without special tokens
 SPACES = r"/[ \t\r\n]{0,8}/"  # Lark: what may stand between reasoning and answer
 OPTIONS = "%llguidance {}\n"
+Special = Mapping[str, int] | None  # special tokens by their texts
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def lark_grammar(text: str, *uses: Grammar) -> Grammar:
 # ── putting them together ────────────────────────────────────────────────────────────────────
 
 
-def text_grammar(text: str, special: Mapping[str, int] | None = None) -> Grammar:
+def text_grammar(text: str, special: Special = None) -> Grammar:
     """Exactly this text; what ``special`` names in it are those special tokens."""
     return lark_grammar(f"start: {literal(text, special)}")
 
@@ -143,7 +145,7 @@ def any_of(*parts: Grammar) -> Grammar:
 # ── pieces of Lark ───────────────────────────────────────────────────────────────────────────
 
 
-def until(end: str, special: Mapping[str, int] | None, name: str) -> str:
+def until(end: str, special: Special, name: str) -> str:
     """Lark: free text up to and with the first ``end``; ``until_rule`` gives the rules behind it.
 
     A special token ends text by itself; an end that is text is found by a lazy lexeme.
@@ -153,13 +155,13 @@ def until(end: str, special: Mapping[str, int] | None, name: str) -> str:
     return name
 
 
-def until_rule(end: str, special: Mapping[str, int] | None, name: str) -> str:
+def until_rule(end: str, special: Special, name: str) -> str:
     text = f"{name.upper()}_TEXT"
     lazy = "" if special and end in special else f"{name}[lazy]: {text} {quoted(end)}\n"
     return f"{lazy}{text}: {ANY_TEXT}\n"
 
 
-def literal(text: str, special: Mapping[str, int] | None = None) -> str:
+def literal(text: str, special: Special = None) -> str:
     """Lark: exactly this text, in which the names in ``special`` are those tokens. "" for ""."""
     return " ".join(
         f"<[{special[piece]}]>" if special and piece in special else quoted(piece)
@@ -202,6 +204,11 @@ def regex_literal(pattern: str) -> str:
     return "/" + "".join(out) + "/"
 
 
+def text_pattern(text: str) -> str:
+    """Of a regex of Lark: this text. Slashes and line ends do not end it."""
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
+
+
 def _lark_of(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
@@ -221,8 +228,4 @@ def _readable(text: str, what: str) -> None:
         raise GrammarError(f"the {what} is empty: leave the field out, or say what may be written")
     if "\0" in text:
         raise GrammarError(f"the {what} has a NUL character, which no text can have: remove it")
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise GrammarError(
-            f"the {what} has {len(text)} characters but may have at most "
-            f"{MAX_GRAMMAR_CHARACTERS}: shorten it"
-        )
+    limit_length(text, f"the {what}")

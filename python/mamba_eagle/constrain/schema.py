@@ -33,11 +33,7 @@ def checked_schema(schema: str | Mapping[str, Any] | bool, whitespace: str | Non
         text = json.dumps(decoded, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise GrammarError(
-            f"the schema has {len(text)} characters but may have at most {MAX_GRAMMAR_CHARACTERS}: "
-            "shorten it"
-        )
+    limit_length(text, "the schema")
     options: dict[str, Any] = COMPACT
     if whitespace is not None:
         free = {"whitespace_pattern": whitespace}
@@ -48,17 +44,7 @@ def checked_schema(schema: str | Mapping[str, Any] | bool, whitespace: str | Non
 
 def _decoded(schema: str | Mapping[str, Any] | bool) -> dict[str, Any]:
     if isinstance(schema, str):
-        if len(schema) > MAX_GRAMMAR_CHARACTERS:
-            raise GrammarError(
-                f"the schema has {len(schema)} characters but may have at most "
-                f"{MAX_GRAMMAR_CHARACTERS}: shorten it"
-            )
-        try:
-            schema = msgspec.json.decode(schema)
-        except RecursionError:
-            raise _too_deep() from None
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
+        schema = decoded_json(schema, "the schema")
     if schema is True:
         return {}
     if schema is False:
@@ -66,6 +52,26 @@ def _decoded(schema: str | Mapping[str, Any] | bool) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise GrammarError("must be a JSON schema, an object")
     return dict(schema)
+
+
+def decoded_json(text: str, what: str) -> Any:
+    """Raises: GrammarError"""
+    limit_length(text, what)
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
+
+
+def limit_length(text: str, what: str) -> None:
+    """Raises: GrammarError"""
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(
+            f"{what} has {len(text)} characters but may have at most {MAX_GRAMMAR_CHARACTERS}: "
+            "shorten it"
+        )
 
 
 def _limit_depth(schema: dict[str, Any]) -> None:

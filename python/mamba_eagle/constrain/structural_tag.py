@@ -14,12 +14,11 @@ is that special token, which no free text contains.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import (
     ANY_TEXT,
     Grammar,
+    Special,
     any_of,
     ebnf_grammar,
     json_schema_grammar,
@@ -31,10 +30,9 @@ from mamba_eagle.constrain.grammar import (
     until,
     until_rule,
 )
+from mamba_eagle.constrain.schema import decoded_json
 from mamba_eagle.core import shown
-from mamba_eagle.limits import MAX_GRAMMAR_CHARACTERS, MAX_TAG_DEPTH, MAX_TAGS
-
-Special = Mapping[str, int] | None
+from mamba_eagle.limits import MAX_TAG_DEPTH, MAX_TAGS
 
 
 class Tag(NamedTuple):
@@ -129,15 +127,7 @@ def structural_tag_grammar(value: str | Mapping[str, Any], special: Special = No
     Raises: GrammarError that names what is wrong by its path.
     """
     if isinstance(value, str):
-        if len(value) > MAX_GRAMMAR_CHARACTERS:
-            raise GrammarError(
-                f"has {len(value)} characters but may have at most {MAX_GRAMMAR_CHARACTERS}: "
-                "shorten it"
-            )
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
+        value = decoded_json(value, "it")
     if not isinstance(value, Mapping):
         raise GrammarError("must be an object, or its JSON text")
     reader = _Reader(special)

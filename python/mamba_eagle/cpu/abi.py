@@ -171,7 +171,7 @@ class Drafts(Block):
         # of the Tree that is selected
         tree_tokens[b, T] tree_parents[b, T] tree_depths[b, T] tree_ancestors[b, T, T]
         tree_scores[b, T]
-        doubts  # whether a chain ends here, before the depth that was added last
+        doubts  # whether trees end here, before the depth that was added last
     """)
 
 

@@ -22,21 +22,13 @@ from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
-from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu.abi import BestOf, EnterRoots
-from mamba_eagle.cpu.attention import (
-    CpuBlocks,
-    CpuLanes,
-    CpuPromptAttention,
-    CpuTreeAttention,
-)
-from mamba_eagle.cpu.candidates import CpuCandidates
-from mamba_eagle.cpu.journals import CpuJournals
+from mamba_eagle.cpu.attention import CpuBlocks, CpuLanes, CpuPromptAttention, CpuTreeAttention
+from mamba_eagle.cpu.drafting import CpuCandidates, CpuPendingEntries
 from mamba_eagle.cpu.layer_ops import CpuOps
 from mamba_eagle.cpu.ops import accept, token_mask
 from mamba_eagle.cpu.ops import top_log_probs as cpu_top
-from mamba_eagle.cpu.pending import CpuPendingEntries
-from mamba_eagle.cpu.prefill import CpuPrefillContext
+from mamba_eagle.cpu.prefill import CpuJournals, CpuPrefillContext
 from mamba_eagle.cpu.products.packed import MANY_ROWS, PromptProduct, float_product
 from mamba_eagle.cpu.programs.drafts import draft_program
 from mamba_eagle.cpu.programs.prompts import MOST_TOKENS, PromptPrograms
@@ -48,7 +40,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 

@@ -5,21 +5,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.cpu.abi import Frame, Gate
 from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
-from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
 from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multiplies
+from mamba_eagle.cpu.spans.layers import SILU_GATE
 from mamba_eagle.cpu.vector_math import sigmoid
 from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions
 from mamba_eagle.layers.ops import LayerOps, Normed, Product
 from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
-from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.grouped import GroupedMatrix
-from mamba_eagle.quantization.matrix import Matrix
-
-EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's gate
+from mamba_eagle.quantization.matrix import DenseMatrix, Matrix
 
 
 class CpuOps(LayerOps):
@@ -54,10 +52,11 @@ class CpuOps(LayerOps):
         return out
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
-        n, width = both.shape
-        out = torch.empty(n, width // 2)
-        work = EXPONENTIAL * n * width
-        silu_and_mul(work, both.contiguous().numpy(), out.numpy())
+        both, (n, width) = both.contiguous(), both.shape
+        out, frame = torch.empty(n, width // 2), Frame(rows=n)
+        gate = Gate(frame=frame.address, size=width // 2, columns=width)
+        gate.point(above=both, out=out)
+        SILU_GATE(n, out.numel(), gate)
         return out
 
     def sigmoid(self, x: Tensor) -> Tensor:

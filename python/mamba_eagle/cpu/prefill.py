@@ -1,5 +1,5 @@
 """Prompt chunks on a CPU in float32, of all requests at a time: layers as programs, or one by one
-with a few calls of kernels each."""
+with a few calls of kernels each; and what is replayed of them."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,16 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.journals import Places, SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
 from mamba_eagle.cpu.ops.delta_gates import arrange_prompts
 from mamba_eagle.cpu.ops.ssd import scan
+from mamba_eagle.cpu.ops.tree_verify import replay
 from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables
 from mamba_eagle.cpu.weights import Mixer, layer_weights, step_sizes_of
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.message import JournalPart
 from mamba_eagle.model_config import DeltaConfig
 
 
@@ -75,6 +78,35 @@ class CpuPrefillContext(PrefillContext):
             *(*places, y.numpy()),
         )
         return y
+
+
+class CpuJournals(SavedJournals):
+    """Saved journals of states in float32, which need no rounding: one fused call per layer, which
+    steps the state as decode steps do. So the state after a token of an output has the bits that it
+    had in the request.
+
+    torch's operations would take new memory for every intermediate of every replay, and take more
+    than twice as long.
+    """
+
+    def write(self, layer: Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
+        for token, slot, row, count in places.runs:
+            self.conv_in[layer.index, slot, row : row + count] = xbc[token : token + count]
+        steps, _ = step_sizes_of(layer, dt[places.tokens])
+        self.gates[layer.index, places.slots, places.rows] = torch.from_numpy(steps)
+
+    def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
+        count = part.end - part.start
+        for layer, mixer in enumerate(self.mixers):
+            state = self.pool.ssm[layer, state_slot]
+            journal = (self.conv_in[layer, part.slot], self.gates[layer, part.slot])
+            replay(
+                count * state.numel(),
+                part.start % self.size,
+                count,
+                layer_weights(mixer),
+                *(each.numpy() for each in (*journal, self.pool.conv[layer, state_slot], state)),
+            )
 
 
 def tokens_of(requests: np.ndarray, segments: np.ndarray) -> np.ndarray:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows
-from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
-from mamba_eagle.backend.stateless import StatelessScheme
-from mamba_eagle.backend.zeros import zeros
+from mamba_eagle.backend.state import KeptRows, SchemeSize, StatelessScheme, StateScheme
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.layers import FusedLayers
 from mamba_eagle.cpu.weights import Mixer, layer_weights

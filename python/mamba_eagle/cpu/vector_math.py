@@ -5,7 +5,7 @@ from math import log1p
 
 import numpy as np
 
-from mamba_eagle.machine_code import exactly
+from mamba_eagle.machine_code import exactly, kernel
 
 ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
@@ -60,3 +60,10 @@ def sigmoid(x, out):  # noqa: ANN001, ANN201
 @exactly
 def softplus(x):  # noqa: ANN001, ANN201
     return x if x > _LINEAR_ABOVE else np.float32(log1p(exact_exp(x)))
+
+
+@kernel
+def copy_row(source, target):
+    """A loop: for ``target[:] = source`` Numba compiles the text of an error, too, for seconds."""
+    for i in range(target.shape[0]):
+        target[i] = source[i]

@@ -1,17 +1,129 @@
 """DFLASH: a few attention layers draft a whole block in one pass."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import BlockRows
+from mamba_eagle.backend.contexts import BlockContext
+from mamba_eagle.backend.pending import PendingSize
+from mamba_eagle.backend.prefill import positions_of, prefill_parts
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
-from mamba_eagle.drafting.block_drafter import BlockDrafter
-from mamba_eagle.drafting.block_trees import BlockTrees, MarginalTrees
+from mamba_eagle.drafting.base import (
+    Drafter,
+    DraftParts,
+    FolderSource,
+    KeyedNoise,
+    StepPart,
+    draft_kv,
+)
+from mamba_eagle.drafting.block_trees import Block, BlockTrees, MarginalTrees
+from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
+from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
+from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.dflash import BlockDraftModel, published_name
 from mamba_eagle.models.dflash_config import block_config
 from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.registry import read_as
+from mamba_eagle.tree.tree import Tree
+
+
+class BlockDrafter(QueueingDrafter):
+    """A pass over [anchor, mask, mask, …] gives one hidden state per row, and ``trees`` makes a
+    token tree of them.
+
+    The context consists of keys and values of the tokens that the target has processed. An entry is
+    the target's tapped hidden states of a token. Entries of prompts are processed at once, those of
+    accepted tokens stay *pending* until the next tree is needed:
+
+        position   0 ────────────────── processed - 1   processed    …  + 1   …  + 2
+        row                     └ pending entries ┘     0: anchor    1: mask  2: mask
+        keys       the pool, at the target's KV slots   spare KV slots, overwritten by the next
+                                                        block
+    """
+
+    def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
+        config, net, backend = parts.config, model.config, parts.backend
+        self.model, self.trees = model, trees
+        self.table, self.backend, self.place = parts.table, backend, backend.place
+        self.embedding = parts.target.parts.embedding
+        self.first_tap = parts.target.config.hidden_size
+        requests = parts.table.processed.shape[0]
+        self.rows = model.block.num_rows(config.tree_shape.depth)
+        self.kv = draft_kv(net, parts, requests * self.rows)
+        spare = torch.arange(requests * self.rows, device=backend.device)
+        self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
+
+        most, added = max_without_rows(config), config.tree_shape.depth + 1
+        taps = len(model.block.taps) * model.block.target_hidden_size
+        entry = PendingSize(most + added, taps, backend.dtype, self.kv.padding_slot)
+        self.entries = backend.pending_entries(parts.table, entry)
+        longest = min(added + FEW_PLAIN_STEPS, most)
+        self.waiting = Waiting(self.entries, self.table, self.place, most, longest)
+        self.on_device = backend.attention_on_device
+
+    # ── following the sequences ──
+
+    def observe_prefill(
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        parts = prefill_parts(items)
+        spans = [part.span for part in parts]
+        ends = [span.start + span.length for span in spans]
+        positions = self.place.to_device(positions_of(parts))
+        slots = [self.table.kv_slots[span.slot, span.start : end] for span, end in zip(spans, ends)]
+        self._write(features[:, self.first_tap :], positions, torch.cat(slots))
+        own = self.place.to_device([item.slot for item in items])
+        self.entries.processed[own] = self.place.to_device(ends)
+        self.entries.pending.index_fill_(0, own, 0)
+
+    def entry_features(self, features: Tensor) -> Tensor:
+        return features[:, self.first_tap :]
+
+    # ── entries of the context ──
+
+    def run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> None:
+        """Process the entries that ``PendingEntries.take`` returns for these arguments."""
+        taken = self.entries.take(slots, counts, longest)
+        taps = self.entries.features[slots, :longest].flatten(0, 1)
+        self._write(taps, taken.positions.reshape(-1), taken.kv_slots.reshape(-1))
+
+    def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Enter tokens into the context: taps [n, …], positions and kv_slots [n]."""
+        k, v = self.model.context_kv(self.model.context(taps), positions)
+        self.kv.write_layers(kv_slots, k, v)
+
+    # ── drafting ──
+
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        table, shape, block = self.table, part.shape, self.model.block
+        # entries of a request that has ended stay pending until it is released
+        self.run_pending(slots, None, part.longest)
+        b, rows = len(slots), block.num_rows(shape.depth)
+        anchors, prefix = table.last_token[slots], table.processed[slots]
+        tokens = anchors.new_full((b, rows), block.mask_token)
+        tokens[:, 0] = anchors
+        own = self.spare[:b, :rows]
+        attention = self.backend.block_attention(
+            self.kv, BlockRows(table.kv_slots, slots, prefix, own)
+        )
+        positions = prefix[:, None] + torch.arange(rows, device=slots.device)
+        context = BlockContext(attention, positions.reshape(-1))
+        hidden = self.model(self.model.embed(tokens, self.embedding), context)
+        first = 0 if block.sample_from_anchor else 1
+        predicting = hidden.view(b, rows, -1)[:, first : first + shape.depth]
+        grown = self.backend.candidates(anchors, shape.topk, shape.depth)
+        self.trees.grow(grown, Block(predicting, anchors, prefix + 1), noise)
+        return grown.select(shape.nodes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.num_bytes + weight_bytes(self.model)
 
 
 class DFlashSource(FolderSource):

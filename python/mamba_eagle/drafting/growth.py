@@ -6,7 +6,7 @@ Shapes: b requests, k lanes, O outputs of the network.
 import numpy as np
 from torch import Tensor
 
-from mamba_eagle.backend.lanes import LaneRows, Lanes
+from mamba_eagle.backend.contexts import LaneRows, Lanes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import TreeShape
@@ -14,7 +14,7 @@ from mamba_eagle.drafting.base import DraftParts, KeyedNoise
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.tree.candidates import Candidates, kept_nodes
+from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 
 
@@ -34,7 +34,7 @@ class Growth:
         self.network, self.vocabulary = network, vocabulary
         self.table, self.backend = parts.table, parts.backend
         self.scheme, self.kv, self.max_lanes = scheme, kv, max_lanes
-        self.min_probability = np.array([0.0])  # below which a chain ends
+        self.min_probability = np.array([0.0])  # of a node that is kept
 
     def grow(
         self, slots: Tensor, above: Tensor, shape: TreeShape, noise: KeyedNoise | None
@@ -71,7 +71,7 @@ class Growth:
             doubts = grown.doubts(least)
             if noise is not None:
                 noise.follow(frontier)
-        return grown.select(kept_nodes(shape, grown.depth, doubts))
+        return grown.select(grown.likely_nodes(least, shape.nodes))
 
     def _add_told(
         self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int

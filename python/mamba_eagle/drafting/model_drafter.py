@@ -18,10 +18,9 @@ from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepP
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
-from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
+from mamba_eagle.drafting.waiting import Kept, QueueingDrafter, Waiting
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
-from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
@@ -168,31 +167,15 @@ class ModelDrafter(QueueingDrafter):
         queue.pending.index_fill_(0, device_slots, 1)
         self.waiting.set(slots, 1)
 
-    def catch_up(self, slots: Tensor) -> None:
-        """Process all pending entries except for the roots, which stay pending."""
-        queue = self.entries
-        counts = (queue.pending[slots] - 1).clamp(min=0)
-        longest = max(int(counts.max()), 1) if self.place.on_host else self.max_pending
-        self._run_pending(slots, counts, longest)
-        queue.tokens[slots, 0] = queue.tokens[slots, counts]
-        queue.features[slots, 0] = queue.features[slots, counts]
-        queue.pending[slots] -= counts
+    def entry_features(self, features: Tensor) -> Tensor:
+        return self.network.entry_features(features)
 
-    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """The entries of accepted tokens become pending."""
-        self.entries.append(slots, accepted, features, self.network.entry_features)
-
-    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = self.waiting.kept(slots, positions)
-        if kept is not None:
-            if kept.longest:
-                self._run_pending(kept.slots, kept.missing, kept.longest)
-            if self.scheme.has_journal:
-                processed = self.entries.processed[kept.slots]
-                folded = processed - self.scheme.journal_len(kept.slots)
-                keep = (kept.ends - folded).clamp(min=0)
-                self.scheme.finish(kept.slots, self.table.state_slot[kept.slots], keep)
-        self.waiting.release(slots)
+    def keep(self, kept: Kept) -> None:
+        if self.scheme.has_journal:
+            processed = self.entries.processed[kept.slots]
+            folded = processed - self.scheme.journal_len(kept.slots)
+            keep = (kept.ends - folded).clamp(min=0)
+            self.scheme.finish(kept.slots, self.table.state_slot[kept.slots], keep)
 
     # ── drafting ──
 
@@ -220,7 +203,7 @@ class ModelDrafter(QueueingDrafter):
             # what needs the network processes the entries
             return bare_roots(self.table.last_token[slots], shape)
         # entries of a request that has ended stay pending until it is released
-        roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
+        roots = self.run_pending(slots, None, longest)[:, None]  # [b, 1, O]
         if noise is None or not told:
             return self.growth.grow(slots, roots, shape, noise)
         trees = bare_roots(self.table.last_token[slots], shape)
@@ -234,7 +217,7 @@ class ModelDrafter(QueueingDrafter):
 
     # ── entries of the sequence ──
 
-    def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Tensor:
+    def run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Tensor:
         """Process the entries that ``PendingEntries.take`` returns for these arguments.
 
         Returns the output of each request's last entry, [b, O]; arbitrary if it has none.

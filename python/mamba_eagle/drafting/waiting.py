@@ -1,7 +1,8 @@
 """How many entries of each request a drafter has yet to process, as the host knows it."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import CachedPools, Drafter, StepPart
+from mamba_eagle.tree.accept import Truncated
 
 
 class Kept(NamedTuple):
@@ -101,6 +103,8 @@ class QueueingDrafter(Drafter):
     catches_up = True
     left_waiting = 0  # entries that ``catch_up`` leaves pending
     kv: KVPool
+    entries: PendingEntries
+    place: Place
     waiting: Waiting
 
     def cached_pools(self) -> CachedPools:
@@ -114,3 +118,37 @@ class QueueingDrafter(Drafter):
 
     def untrack(self, slots: Sequence[int]) -> None:
         self.waiting.untrack(slots)
+
+    def catch_up(self, slots: Tensor) -> None:
+        """Process all pending entries, but for roots that stay pending."""
+        queue, left = self.entries, self.left_waiting
+        counts = (queue.pending[slots] - left).clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.place.on_host else self.waiting.most
+        self.run_pending(slots, counts, longest)
+        if left:
+            queue.tokens[slots, 0] = queue.tokens[slots, counts]
+            queue.features[slots, 0] = queue.features[slots, counts]
+        queue.pending[slots] -= counts
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """The entries of accepted tokens become pending."""
+        self.entries.append(slots, accepted, features, self.entry_features)
+
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        kept = self.waiting.kept(slots, positions)
+        if kept is not None:
+            if kept.longest:
+                self.run_pending(kept.slots, kept.missing, kept.longest)
+            self.keep(kept)
+        self.waiting.release(slots)
+
+    def keep(self, kept: Kept) -> None:
+        """The entries of requests that leave are processed."""
+
+    @abstractmethod
+    def entry_features(self, features: Tensor) -> Tensor:
+        """The target's features of tokens [n, F] -> those of their entries [n, ·]."""
+
+    @abstractmethod
+    def run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Any:
+        """Process the entries that ``PendingEntries.take`` returns for these arguments."""

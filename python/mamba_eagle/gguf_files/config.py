@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mamba_eagle.gguf_files.file import GgufFile
-from mamba_eagle.gguf_files.tokens import end_tokens
+from mamba_eagle.gguf_files.tokenizer import end_tokens
 from mamba_eagle.model_config import UnsupportedModel
 
 # kind of a layer -> a tensor that tells it

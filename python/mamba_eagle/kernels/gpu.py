@@ -1,7 +1,5 @@
 """What kernels ask of a GPU when they are launched."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -28,3 +26,14 @@ def overlapping(device: torch.device, early: bool = True) -> dict[str, bool]:
     """The arguments by which a launch asks for that; early: whether it should."""
     overlap = early and launches_overlap(device)
     return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+# Triton's functions of these names serve kernels, too, and take the host 5 µs a call.
+def cdiv(a: int, b: int) -> int:
+    """How many times b covers a."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest that is n or more, of n >= 1."""
+    return 1 << (n - 1).bit_length()

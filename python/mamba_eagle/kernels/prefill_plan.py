@@ -9,8 +9,6 @@ Built on the host once for all layers, and sent in one copy that the host does n
 ```
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,6 +33,18 @@ class Prompt(NamedTuple):
     saves: Sequence[tuple[int, int]]
 
 
+class Room(NamedTuple):
+    """Rows of a plan's tables. Those that are left over are requests without segments, and blocks
+    behind the end of their request."""
+
+    requests: int
+    segments: int
+    blocks: int
+
+
+FILLERS = ((0, 0, -1), (0, 0, -1), (0, 1 << 30))
+
+
 class PrefillPlan(NamedTuple):
     """b requests, the longest first; S segments; n tokens. Tables are int32 and contiguous."""
 
@@ -50,18 +60,23 @@ def prefill_plan(
     prompts: Sequence[Prompt],
     to_device: Callable[..., Tensor] = torch.tensor,
     block: int = CONV_TOKENS,
+    room: Room | None = None,
 ) -> PrefillPlan:
     """The plan for prompts that lie one after the other in the batch.
 
     Args:
         to_device: makes a tensor, where the kernels run, of a list and ``dtype=``.
         block: tokens per program of the convolution.
+        room: at least as many rows as the tables need; None: just as many.
     Raises: ValueError if a prompt is empty, a save lies outside its prompt, saves are not in
         increasing order, a slot is saved to twice, or a slot that is saved to is read by another
         prompt.
     """
     _check(prompts)
-    requests, segments, blocks, ends = [], [], [], []
+    requests: list[tuple[int, ...]] = []
+    segments: list[tuple[int, ...]] = []
+    blocks: list[tuple[int, ...]] = []
+    ends = []
     for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):
         prompt = prompts[index]
         begin, end = prompt.first, prompt.first + prompt.length
@@ -75,7 +90,10 @@ def prefill_plan(
             segments.append((begin, end, -1))
             ends.append((index, prompt.length))
         requests.append((first_segment, len(segments), prompt.source))
-    tables = _sent((requests, segments, blocks), to_device)
+    given = (requests, segments, blocks)
+    for table, filler, rows in zip(given, FILLERS, room or ()):
+        table += [filler] * (rows - len(table))
+    tables = _sent(given, to_device)
     return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block, ends)
 
 

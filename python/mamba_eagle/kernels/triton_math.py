@@ -1,12 +1,13 @@
 """Functions shared by several Triton kernels."""
 
-from __future__ import annotations
-
 import os
+from functools import cache
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: it gets float32 factors instead.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -182,16 +183,17 @@ def fetch_ahead(rows, first, columns, LINES: tl.constexpr):
 # ── rows in registers ──
 
 
+@cache
 def blocks_of(size: int) -> tuple[int, int]:
     """How a row of channels is cut: the size of a block, a power of two, and their number.
 
     All channels of a block are computed, so as few as possible are padding: 1280 are five blocks
     of 256.
     """
-    largest = triton.next_power_of_2(size)
+    largest = next_power_of_2(size)
     sizes = [largest >> i for i in range(4) if largest >> i >= 128] or [largest]
-    block = min(sizes, key=lambda block: (triton.cdiv(size, block) * block, -block))
-    return block, triton.cdiv(size, block)
+    block = min(sizes, key=lambda block: (cdiv(size, block) * block, -block))
+    return block, cdiv(size, block)
 
 
 @triton.jit

@@ -166,6 +166,10 @@ class GatedDeltaNet(DeltaRule):
                 whole.prepare(ops)
                 self._products[name] = whole
 
+    def rehearse(self, device: torch.device) -> None:
+        for whole in self._products.values():
+            whole.rehearse(device)
+
     @property
     def parts(self) -> Parts | None:
         """Of a prepared mixer; None where it projects or ends in another way."""

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.adapters import Additions, slots_of_rows
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.products import (
-    MatrixProduct,
-    PackedMatrix,
-    PackedProduct,
-    WritingProduct,
-)
+from mamba_eagle.layers.products import MatrixProduct, PackedMatrix, PackedProduct, WritingProduct
 from mamba_eagle.layers.weights import (
     META,
     MatrixLayer,

@@ -1,13 +1,136 @@
-"""Feed-forward layers."""
+"""Feed-forward layers, plain and gated: ``down(act(gate(x)) * up(x))``."""
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.model_config import Span, UnsupportedModel
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """A row has the same bits in each batch: torch has one GELU for contiguous tensors on a CPU, as
+    a single row is, and another one for halves of rows."""
+    return F.gelu(x.contiguous())
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Activation:
+    """The activation function with this name in config.json. Raises: UnsupportedModel."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def gate_and_up(own: Span, width: int) -> Cut:
+    """The channels ``own`` of both halves of a matrix that has gate and up projection, ``width``
+    rows each."""
+    return rows(own, Span(width + own.begin, width + own.end))
+
+
+def gated(both: Tensor, act: Activation) -> Tensor:
+    """``act(gate) * up``: both [n, 2 * size], the gate and up projections, -> [n, size]."""
+    gate, up = both.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+class Gate(Layer):
+    """``gated`` with the activation named ``act``, as one kernel if the backend has one."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.act = activation(act)
+
+    def forward(self, both: Tensor) -> Tensor:
+        return self._ops.silu_and_mul(both) if self.act is F.silu else gated(both, self.act)
+
+
+class GatedMLP(Layer):
+    """Three matrices, named as in Llama: hidden [n, hidden_size] -> [n, hidden_size]."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.gate = Gate(act)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self._both: list[Linear] = []  # a list, because a submodule would add parameter names
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = shard.width(self.gate_proj.weight.shape[0])
+        inputs = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
+        return {
+            **dict.fromkeys(inputs, rows(own)),
+            "down_proj.weight": columns(own),
+            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
+        }
+
+    def prepare(self, ops: LayerOps) -> None:
+        # fuse the two input projections into one product
+        both = Linear.fused([self.gate_proj, self.up_proj])
+        if both is not None:
+            both.prepare(ops)
+            self._both = [both]
+
+    @property
+    def products(self) -> tuple[Linear | None, Linear]:
+        """Gate and up projection as one, of a prepared layer, if they are; and the last one."""
+        return (self._both[0] if self._both else None), self.down_proj
+
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self._both[0].rounding if self._both else None
+
+    def forward(self, hidden: Tensor | Rounded) -> Tensor:
+        if self._both:
+            return self.down_proj(self.gate(self._both[0](hidden)))
+        return self.down_proj(self.gate.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class PackedGatedMLP(Layer):
+    """Gate and up projection in one matrix, named as in Granite: [n, hidden_size] in and out."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:
+        super().__init__()
+        self.gate = Gate(act)
+        self.input_linear = Linear(hidden_size, 2 * intermediate_size)
+        self.output_linear = Linear(intermediate_size, hidden_size)
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        width = self.output_linear.weight.shape[1]
+        own = shard.width(width)
+        return {
+            "input_linear.weight": gate_and_up(own, width),
+            "output_linear.weight": columns(own),
+        }
+
+    @property
+    def products(self) -> tuple[Linear | None, Linear]:
+        """As of GatedMLP."""
+        return self.input_linear, self.output_linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output_linear(self.gate(self.input_linear(hidden)))
 
 
 class ReluSquaredMLP(Layer):

@@ -8,17 +8,16 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import GatedMLP, activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP, activation, gated
 from mamba_eagle.layers.ops import FusedRouter, LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig, Span
 from mamba_eagle.parallel.cut import Cut, once, rows
 from mamba_eagle.parallel.shard import Shard
-from mamba_eagle.quantization.dense import DenseMatrix
+from mamba_eagle.quantization.matrix import DenseMatrix
 
 
 class Router(Layer):
@@ -207,6 +206,12 @@ class Experts(MatrixLayer):
         return weighted.sum(1).to(x.dtype)
 
 
+def gated_experts(config: MoEConfig, hidden_size: int, act: Callable[[Tensor], Tensor]) -> Experts:
+    """Of matrices with gate and up projection."""
+    width = config.intermediate_size
+    return Experts(config.num_experts, hidden_size, width, 2 * width, act, config.held)
+
+
 def local_experts(experts: Tensor, held: Span) -> Tensor:
     """The indices among the experts ``held``, and for all others the index after these."""
     own = experts - held.begin
@@ -288,11 +293,8 @@ class GatedSharedMoE(Mixture):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        width = config.intermediate_size
         self.gate = SoftmaxRouter(config, hidden_size)
-        self.experts = Experts(
-            config.num_experts, hidden_size, width, 2 * width, silu_gate, config.held
-        )
+        self.experts = gated_experts(config, hidden_size, silu_gate)
         self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1)
 
@@ -317,16 +319,10 @@ class GatedMoE(Mixture):
 
     def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:
         super().__init__()
-        width, act_fn = config.intermediate_size, activation(act)
         self.router = SoftmaxRouter(config, hidden_size)
-        self.experts = Experts(
-            config.num_experts,
-            hidden_size,
-            width,
-            2 * width,
-            silu_gate if act == "silu" else lambda both: gated(both, act_fn),
-            config.held,
-        )
+        act_fn = activation(act)
+        both = silu_gate if act == "silu" else lambda both: gated(both, act_fn)
+        self.experts = gated_experts(config, hidden_size, both)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.experts(hidden, self.router(hidden))
@@ -340,11 +336,8 @@ class SigmoidMoE(Mixture):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        width = config.intermediate_size
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = Experts(
-            config.num_experts, hidden_size, width, 2 * width, silu_gate, config.held
-        )
+        self.experts = gated_experts(config, hidden_size, silu_gate)
         self.has_shared = config.shared_intermediate_size > 0
         if self.has_shared:
             self.shared_experts = GatedMLP(hidden_size, config.shared_intermediate_size)

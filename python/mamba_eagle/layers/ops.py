@@ -17,15 +17,8 @@ from torch import Tensor
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
 from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm, head_norm_then_gate
-from mamba_eagle.kernels.relu_squared.torch import relu_squared
-from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
-from mamba_eagle.layers.adapters import (
-    AdapterSize,
-    Additions,
-    SeparateAdditions,
-    StackedAddition,
-)
+from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions, StackedAddition
 from mamba_eagle.layers.products import (
     ExpertLayer,
     Float8Experts,
@@ -90,7 +83,7 @@ class LayerOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
-        return rms_norm(x, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
     def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         """The norm of ``stream + added`` [n, size], and that sum. Neither input may be used
@@ -105,7 +98,9 @@ class LayerOps:
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """``relu(x)²``. x must not be used afterwards, since the result may overwrite it."""
-        return relu_squared(x)
+        # no square(): autocast would make it, and what backward keeps, float32
+        positive = F.relu(x)
+        return positive * positive
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """[n, …], of the same shape."""

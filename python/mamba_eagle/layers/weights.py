@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.quantization.dense import DenseMatrix
-from mamba_eagle.quantization.matrix import Matrix
+from mamba_eagle.quantization.matrix import DenseMatrix, Matrix
 
 META = torch.device("meta")
 _come_late: ContextVar[bool] = ContextVar("come_late", default=False)

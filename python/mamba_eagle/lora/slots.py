@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,10 @@ from mamba_eagle.kernels.float8.torch import rounded
 from mamba_eagle.layers.adapters import AdapterSize, MatrixSlots, reading
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
-from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
 from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.short_conv import ShortConv
@@ -45,10 +44,7 @@ def adaptable(model: nn.Module) -> dict[str, Linear]:
     }
 
 
-class HostAdapter(NamedTuple):
-    """One that was read: what it adds, by place."""
-
-    pairs: dict[str, Pair]
+HostAdapter: TypeAlias = dict[str, Pair]  # one that was read: what it adds, by place
 
 
 class AdapterSlots:
@@ -118,7 +114,7 @@ class AdapterSlots:
             name = target.name if self.places is None else self.places.get(target.name)
             if name in self.additions:
                 own[name] = self._part(target, pairs[module])
-        return HostAdapter(own)
+        return own
 
     def _target(self, folder: PeftFolder, module: str) -> tuple[Target | None, str]:
         """Where a module's pair goes, and what is wrong with it."""
@@ -161,7 +157,7 @@ class AdapterSlots:
 
     def load(self, slot: int, number: int) -> None:
         """Copy an adapter to a slot that no running request reads."""
-        pairs = self._kept[number].pairs
+        pairs = self._kept[number]
         for name, added in self.additions.items():
             outputs, inputs = added.size.outputs, added.size.inputs
             nothing = Pair(torch.empty(0, inputs), torch.empty(outputs, 0))

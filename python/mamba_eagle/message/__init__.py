@@ -75,23 +75,25 @@ class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_routed_experts: bool = False
 
 
-class Prompt(Returned, kw_only=True):
-    """A prompt, checked and tokenized, and what to make of it."""
+class Generate(Returned, tag=True, kw_only=True):
+    """A prompt, checked and tokenized, and what to make of it. The server process has one for each
+    prompt, and sends one for each of its samples."""
 
     rid: str
     token_ids: list[int]
     sampling: SamplingParams
+    n: int = 1  # samples; of what is sent: 1
+    seed: int | None = None  # None: a random one; ``sampling`` has a sample's own when it is sent
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     routed_experts_start: int = 0  # position of the first token whose experts are read
     adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
     priority: int = 0  # higher ones first
-
-
-class Generate(Prompt, tag=True, kw_only=True):
-    """One sample of one prompt (n > 1 arrives as n messages)."""
-
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
+
+    def sample_rid(self, i: int) -> str:
+        """The name of sample i of n."""
+        return self.rid if self.n == 1 else f"{self.rid}_{i}"
 
 
 class Abort(Message):
@@ -253,8 +255,8 @@ class AskRanks(Question["list[RankReply]"]):
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
 
 
-class EngineSize(Message):
-    """What there is room for, and what is served."""
+class Ready(Message):
+    """The engine accepts requests: what there is room for, and what is served."""
 
     max_kv_slots: int
     max_state_slots: int
@@ -263,10 +265,6 @@ class EngineSize(Message):
     vocab_size: int
     eos_token_ids: list[int]
     details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
-
-
-class Ready(EngineSize, kw_only=True):
-    """The engine accepts requests."""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -621,7 +619,7 @@ class TierSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_log: str = ""  # file that says what the disk has
 
 
-class RunnerReady(EngineSize, kw_only=True):
+class RunnerReady(Ready, kw_only=True):
     """The model is loaded."""
 
     rank: int = 0
@@ -710,10 +708,10 @@ class Heartbeat(Message):
 
 BEAT_SECONDS = 0.5
 
-Adapting = LoadAdapter | UnloadAdapter
-Changing = Pause | Continue | ChangeModel | AskRanks
-Keeping = ExportPrefix | ImportPrefix | OpenSession | CloseSession | FlushCache
-ToScheduler = Generate | Abort | StopAt | GetState | Profile | Adapting | Changing | Keeping
+OfCache = FlushCache | GetState | ExportPrefix | ImportPrefix | OpenSession | CloseSession
+OfModel = Profile | AskRanks | LoadAdapter | UnloadAdapter | Pause | Continue | ChangeModel
+Asked = OfCache | OfModel
+ToScheduler = Generate | Abort | StopAt | Asked
 ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply | PrefixMoved
 ForAdapters = ReadAdapter | DropAdapter
 ToRunner = (

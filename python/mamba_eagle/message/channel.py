@@ -6,12 +6,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 
 from mamba_eagle import message
+from mamba_eagle.config import ConfigError
 from mamba_eagle.message.indices import from_wire, to_wire
 from mamba_eagle.message.link import read_link
 
@@ -29,6 +32,7 @@ PIPES: dict[str, Any] = {
 
 # in a private folder: the process that it belongs to
 PID_FILE = "server.pid"
+MAX_ADDRESS = 107  # bytes of a Unix socket's path
 # a folder of weights that ranks were sent; it goes with the rank that made it
 RECEIVED_PREFIX = "mamba-eagle-weights-"
 
@@ -45,6 +49,45 @@ def make_socket_dir() -> str:
 
 def remove_socket_dir(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
+
+
+def new_socket_dir() -> str:
+    """A folder that names this process as its owner.
+
+    Raises: ConfigError when it cannot be made, or its path is too long for a socket.
+    """
+    try:
+        remove_stale_dirs()
+        path = make_socket_dir()
+        Path(path, PID_FILE).write_text(str(os.getpid()))
+    except OSError as error:
+        raise ConfigError(
+            [f"no folder for sockets can be made ({error}): set TMPDIR to one that can be written"]
+        ) from None
+    longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
+    if longest > MAX_ADDRESS:
+        remove_socket_dir(path)
+        raise ConfigError(
+            [
+                f"TMPDIR = {tempfile.gettempdir()!r}: sockets in it have paths of {longest} bytes, "
+                f"{MAX_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
+            ]
+        )
+    return path
+
+
+def remove_stale_dirs() -> None:
+    """Removes the folders of this user whose server was killed before it could remove them."""
+    found = (Path(place).glob("mamba-eagle-*") for place in {tempfile.gettempdir(), memory_dir()})
+    for path in chain.from_iterable(found):
+        try:
+            if path.stat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            os.kill(int((path / PID_FILE).read_text()), 0)
+        except ProcessLookupError:
+            remove_socket_dir(str(path))
+        except (OSError, ValueError):
+            continue  # no pid file yet, or a process of another user: it may be in use
 
 
 def address(socket_dir: str, pipe: str, rank: int = 0) -> str:

@@ -35,8 +35,8 @@ class Start(NamedTuple):
 
 
 def begin(role: str) -> Start:
-    """Reads the command line and sets up logging and signals. From here on END_SIGNAL raises
-    SystemExit in the main thread, and SIGINT and SIGTERM are ignored."""
+    """Reads the command line and sets up logging and signals. From here on SIGINT and SIGTERM are
+    ignored, and END_SIGNAL ends the process at once, until ``end_in_order`` is called."""
     parser = argparse.ArgumentParser(description=f"The {role} process; the server starts it.")
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
@@ -45,7 +45,7 @@ def begin(role: str) -> Start:
     # Both may be sent to the whole process group; the server process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(END_SIGNAL, _leave)
+    signal.signal(END_SIGNAL, _end_at_once)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
     die_with_parent()
@@ -57,6 +57,17 @@ def begin(role: str) -> Start:
 def role_name(role: str, rank: int) -> str:
     """What a process is called where it is shown; the first of several runners is "runner"."""
     return f"{role}{rank}" if rank else role
+
+
+def _end_at_once(signum: int, frame: FrameType | None) -> None:
+    """What starts holds nothing to close; and an exception would be lost in a compiler's callback,
+    or end it with a traceback."""
+    os._exit(0)
+
+
+def end_in_order() -> None:
+    """From here on END_SIGNAL raises SystemExit in the main thread."""
+    signal.signal(END_SIGNAL, _leave)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

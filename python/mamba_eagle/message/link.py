@@ -3,7 +3,7 @@
 The folder of a process's sockets may hold a ``Link``. Then the pipes of ranks on other nodes lead
 through TCP; what sends and receives does not notice. Only node 0 listens:
 
-    port      the store through which ranks find each other (parallel/meeting.py), not encrypted
+    port      the store through which ranks find each other (parallel/distributed.py), not encrypted
     port + 1  results, and that a rank is ready
     port + 2  plans, one port for each rank of another node
 """

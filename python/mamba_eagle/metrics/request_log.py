@@ -9,9 +9,10 @@ import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams, shown
 from mamba_eagle.limits import MAX_LOGGED_PROMPT
+from mamba_eagle.message import Generate
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
     from mamba_eagle.tokenizer.text import TextTokenizer
 
 _DEFAULT = SamplingParams()
@@ -36,7 +37,7 @@ class RequestLog:
                 self._described(sample.prompt),
             )
 
-    def _described(self, prompt: PromptRequest) -> str:
+    def _described(self, prompt: Generate) -> str:
         """Sampling parameters other than defaults."""
         values = {
             name: value

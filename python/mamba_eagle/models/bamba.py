@@ -6,12 +6,11 @@ from torch import Tensor
 
 from mamba_eagle.layers.block import MixerLayer
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 
 class BambaLayer(MixerLayer):
@@ -41,11 +40,9 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     blocks = (
         "attention" if i in attends else "recurrent" for i in range(values["num_hidden_layers"])
     )
-    attention = attention_config(values)
-    rope = rope_config(values, attention.head_dim, part=0.5)
     return model_config(
         values,
         tuple(blocks),
         recurrence=mamba_config(values),
-        attention=attention_config(values, rope=rope) if attends else None,
+        attention=attention_config(values, rotated=0.5) if attends else None,
     )

@@ -1,5 +1,6 @@
 """What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -30,6 +31,22 @@ class Target:
     scale: float | Tensor = 1.0  # factor, applied in float32
     shift: float = 0.0  # added after that: norms are often stored as what they differ from 1 by
     half: int | None = None  # of the slice's rows: 0 or 1
+
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+
+
+def gated_expert_place(name: str) -> Target | None:
+    """Where a tensor goes, if it is that of an expert, which are published one by one; ours are
+    stacked, and gate and up projection are one matrix."""
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    stem, index, half = found[1], int(found[2]), HALVES.get(found[3])
+    if half is None:
+        return Target(f"{stem}.down_proj", index)
+    return Target(f"{stem}.up_proj", index, half=half)
 
 
 class Elsewhere(Layer):

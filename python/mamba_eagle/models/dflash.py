@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.embedding import Embedding
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary

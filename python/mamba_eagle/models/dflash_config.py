@@ -1,11 +1,10 @@
 """config.json of block drafters, in the layouts of z-lab, NVIDIA, DeepSpec and speculators."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.parse import attention_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -72,12 +71,11 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     rope_values = {name: value for name, value in values.items() if name != "partial_rotary_factor"}
     if given := values.get("rope_parameters"):
         rope_values["rope_parameters"] = {**given, "partial_rotary_factor": None}
-    attention = attention_config(values, head_norm=True)
     config = model_config(
         values,
         ("attention",) * values["num_hidden_layers"],
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        attention=replace(attention, rope=rope_config(rope_values, attention.head_dim)),
+        attention=attention_config(rope_values, rotated=1.0, head_norm=True),
     )
     block_config(config)
     return config

@@ -5,7 +5,6 @@ read (``llama_eagle3.py`` of each). vllm-project/speculators writes the same und
 """
 
 from collections.abc import Container
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +12,15 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
 from mamba_eagle.models.parse import attention_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 # optional weights that new heads have; for published heads, the files tell
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
@@ -190,12 +188,13 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         use_mtp_layernorm=False,
         parallel_draft_step=1,
     )
-    attention = attention_config(values, head_norm=layer.get("model_type") == "qwen3")
     config = model_config(
         values,
         ("attention",),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        attention=replace(attention, rope=rope_config(values, attention.head_dim)),
+        attention=attention_config(
+            values, rotated=1.0, head_norm=layer.get("model_type") == "qwen3"
+        ),
     )
     if not all(isinstance(i, int) for i in _layer_ids(config)):
         raise UnsupportedModel(f"{LAYER_IDS} {_layer_ids(config)}: must be whole numbers")

@@ -5,21 +5,21 @@ float32, before the weights are rounded to the model's dtype. Only those of the 
 of the scores), of the embedding and of the logits are applied at run time.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 
 class FalconH1Layer(Layer):
@@ -95,16 +95,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     norm = "gate_only"
     if values.get("mamba_rms_norm"):
         norm = "norm_first" if values.get("mamba_norm_before_gate", True) else "gate_first"
-    attention = attention_config(values)
-    attention = attention_config(
-        values,
-        scale=attention.head_dim**-0.5 * float(values.get("key_multiplier", 1.0)),
-        rope=rope_config(values, attention.head_dim),
-    )
+    attention = attention_config(values, rotated=1.0)
+    scale = attention.head_dim**-0.5 * float(values.get("key_multiplier", 1.0))
     mamba = mamba_config(values, norm=norm, out_bias=bool(values.get("projectors_bias", False)))
     return model_config(
         values,
         ("hybrid",) * values["num_hidden_layers"],
         recurrence=mamba,
-        attention=attention,
+        attention=replace(attention, scale=scale),
     )

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from mamba_eagle.layers.block import MixerLayer
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
+from mamba_eagle.layers.mlp import PackedGatedMLP
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig, MoEConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, mamba_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 # published name -> ours
 NAMES = {
@@ -71,10 +70,9 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     blocks = tuple("recurrent" if kind in MAMBA_NAMES else "attention" for kind in kinds)
     attention = None
     if "attention" in blocks:
-        attention = attention_config(values, scale=float(values.get("attention_multiplier", 1.0)))
-        if values.get("position_embedding_type") == "rope":
-            rope = rope_config(values, attention.head_dim)
-            attention = attention_config(values, scale=attention.scale, rope=rope)
+        rotated = 1.0 if values.get("position_embedding_type") == "rope" else None
+        scale = float(values.get("attention_multiplier", 1.0))
+        attention = attention_config(values, rotated, scale=scale)
     moe = None
     if values.get("num_local_experts"):
         moe = MoEConfig(

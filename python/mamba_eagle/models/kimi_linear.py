@@ -3,15 +3,11 @@ experts from the second layer on (arXiv 2510.26692)."""
 
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.kimi_delta import DecayForm, KimiDeltaAttention
 from mamba_eagle.layers.latent_attention import LatentAttention
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
-from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import (
     AttentionConfig,
     DeltaConfig,
@@ -20,8 +16,7 @@ from mamba_eagle.model_config import (
     MoEConfig,
     RopeConfig,
 )
-from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.experts import gated_expert_place
+from mamba_eagle.models.base import CausalLM, gated_expert_place
 from mamba_eagle.models.parse import blocks_of, model_config, only
 
 # names of config.json that transformers reads as others, which it does not write
@@ -43,38 +38,32 @@ NAMES = {
 KINDS = {"full_attention": "attention", "linear_attention": "recurrent"}
 
 
-class KimiLayer(Layer):
+class KimiLayer(PreNormLayer):
     """``layer`` is the index among all layers."""
 
     def __init__(self, config: ModelConfig, layer: int, sparse: bool, form: DecayForm) -> None:
-        super().__init__()
         size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
         index = config.places_before(layer, kind)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn: LatentAttention | KimiDeltaAttention
+        mixer: LatentAttention | KimiDeltaAttention
         if kind == "attention":
             assert config.attention is not None
-            self.self_attn = LatentAttention(config.attention, size, index)
+            mixer = LatentAttention(config.attention, size, index)
         else:
             assert isinstance(config.recurrence, DeltaConfig)
-            self.self_attn = KimiDeltaAttention(config.recurrence, size, index, eps, form)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp: SigmoidMoE | GatedMLP
+            mixer = KimiDeltaAttention(config.recurrence, size, index, eps, form)
+        mlp: SigmoidMoE | GatedMLP
         if sparse:
             assert config.moe is not None
-            self.mlp = SigmoidMoE(config.moe, size)
+            mlp = SigmoidMoE(config.moe, size)
         else:
-            self.mlp = GatedMLP(size, config.intermediate_size)
-        self.total = Total()
-
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden + self.total(self.self_attn(self.input_layernorm(hidden), ctx))
-        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
+            mlp = GatedMLP(size, config.intermediate_size)
+        super().__init__(size, eps, "self_attn", mixer, mlp)
 
 
 class KimiLinearForCausalLM(CausalLM):
     renamed: ClassVar[dict[str, str]] = NAMES
     place = staticmethod(gated_expert_place)
+    late_sums = True
 
     def __init__(self, config: ModelConfig) -> None:
         form, mlps = self.decay_form(config), mlp_kinds(config.raw)

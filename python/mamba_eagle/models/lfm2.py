@@ -5,17 +5,15 @@ from typing import Any
 from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
-from mamba_eagle.models.base import CausalLM, Names
-from mamba_eagle.models.experts import gated_expert_place
+from mamba_eagle.models.base import CausalLM, Names, gated_expert_place
 from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 # published name -> ours
 NAMES = {
@@ -89,8 +87,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             normalize=values.get("norm_topk_prob", True),
             scaling=float(values.get("routed_scaling_factor", 1.0)),
         )
-    attention = attention_config(values, bias=False)
-    rope = rope_config({"rope_theta": 1e6, **values}, attention.head_dim)
+    rotating = {"rope_theta": 1e6, **values}
     recurrence = None
     if "conv" in kinds:
         size, bias = values["hidden_size"], bool(values.get("conv_bias", False))
@@ -100,7 +97,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         blocks_of(values, kinds, KINDS),
         recurrence=recurrence,
         norm_eps=float(values.get("norm_eps", 1e-5)),
-        attention=attention_config(values, bias=False, rope=rope, head_norm=True),
+        attention=attention_config(rotating, rotated=1.0, bias=False, head_norm=True),
         moe=moe,
         intermediate_size=mlp_width(values),
         tie_word_embeddings=values.get("tie_embedding", values.get("tie_word_embeddings", True)),

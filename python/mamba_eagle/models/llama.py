@@ -6,12 +6,11 @@ These serve as plain targets to compare the hybrids with, and as small draft mod
 from typing import Any
 
 from mamba_eagle.layers.block import PreNormLayer
-from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.parse import attention_config, model_config, only
-from mamba_eagle.models.rope import rope_config
 
 
 class LlamaLayer(PreNormLayer):
@@ -31,14 +30,11 @@ class LlamaForCausalLM(CausalLM):
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     only(values, hidden_act="silu", use_sliding_window=False)
-    attention = attention_config(values)
     return model_config(
         values,
         ("attention",) * values["num_hidden_layers"],
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         attention=attention_config(
-            values,
-            rope=rope_config(values, attention.head_dim),
-            head_norm=values.get("model_type") == "qwen3",
+            values, rotated=1.0, head_norm=values.get("model_type") == "qwen3"
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -421,6 +422,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
             "{n: t.clone() for n, t in weights.items()}, 'model.safetensors'). "
             "--load-format dummy makes random weights"
         )
+    # safetensors would say that they are not there
+    if closed := [str(path) for path in files if not os.access(path, os.R_OK)]:
+        raise CheckpointError(f"this user may not read {', '.join(closed)}: change mode or owner")
     return files
 
 

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.recurrent import JoinedConv
-from mamba_eagle.layers.whole_norms import WholeNormAttention
+from mamba_eagle.layers.rotary import WholeNormAttention
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, WholeNorm
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
 from mamba_eagle.models.qwen3_next import BLOCK_OF_NAME
-from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
@@ -152,13 +151,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             kinds[-1] = "full_attention"
     key_heads = values.get("linear_num_key_heads") or heads
     key_dim = values.get("linear_key_head_dim") or int(0.75 * values["hidden_size"] / key_heads)
-    attention = attention_config(values)
+    given = values.get("rope_parameters") or {}
+    # the published models do not
+    rotates = given.get("rope_theta") or values.get("rope_theta")
+    attention = attention_config(values, rotated=1.0 if rotates else None)
     heads, keys = attention.num_heads, attention.num_kv_heads
     norms = (WholeNorm(heads, (1,) * heads), WholeNorm(keys, (1,) * keys))
-    given = values.get("rope_parameters") or {}
-    rope = None  # as in the published models
-    if given.get("rope_theta") or values.get("rope_theta"):
-        rope = rope_config(values, attention.head_dim)
     return model_config(
         values,
         blocks_of(values, kinds, BLOCK_OF_NAME),
@@ -171,5 +169,5 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             conv_kernel=values.get("linear_conv_kernel_dim", 4),
             max_beta=2.0 if values.get("linear_allow_neg_eigval", True) else 1.0,
         ),
-        attention=replace(attention, rope=rope, whole_norms=norms),
+        attention=replace(attention, whole_norms=norms),
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, UnsupportedModel
-from mamba_eagle.models.rope import longest_context
+from mamba_eagle.models.rope import longest_context, rope_config
 
 MAMBA_NAMES = ("mamba", "linear_attention", "mamba2")
 
@@ -59,8 +59,11 @@ def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
     return number(low), number(high)
 
 
-def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
-    """From Llama's keys. The family passes ``rope``: some give a theta and do not use it."""
+def attention_config(
+    values: dict[str, Any], rotated: float | None = None, **others: Any
+) -> AttentionConfig:
+    """From Llama's keys. rotated: the fraction of a head that is, if config.json gives none; None:
+    nothing is, whatever theta it gives."""
     heads = values["num_attention_heads"]
     known: dict[str, Any] = {
         "num_heads": heads,
@@ -68,6 +71,8 @@ def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
         "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
         "bias": bool(values.get("attention_bias", False)),
     }
+    if rotated is not None:
+        known["rope"] = rope_config(values, known["head_dim"], rotated)
     return AttentionConfig(**{**known, **others})
 
 

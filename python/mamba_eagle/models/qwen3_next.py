@@ -9,18 +9,16 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
-from mamba_eagle.layers.gated_attention import GatedAttention
-from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import GatedSharedMoE
 from mamba_eagle.layers.norm import keep_exact
+from mamba_eagle.layers.rotary import GatedAttention
 from mamba_eagle.model_config import DeltaConfig, ModelConfig, MoEConfig, Span
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.experts import gated_expert_place
+from mamba_eagle.models.base import CausalLM, Target, gated_expert_place
 from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
-from mamba_eagle.models.rope import rope_config
 from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
@@ -158,7 +156,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         layers = range(1, values["num_hidden_layers"] + 1)
         kinds = ["linear_attention" if layer % every else "full_attention" for layer in layers]
     known = {**values, "head_dim": values.get("head_dim") or 256}
-    rope = rope_config(values, known["head_dim"], part=0.25)
     moe = None
     if values.get("num_experts"):
         moe = MoEConfig(
@@ -178,6 +175,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             num_groups=values["linear_num_key_heads"],
             conv_kernel=values.get("linear_conv_kernel_dim", 4),
         ),
-        attention=attention_config(known, rope=rope, head_norm=True),
+        attention=attention_config(known, rotated=0.25, head_norm=True),
         moe=moe,
     )

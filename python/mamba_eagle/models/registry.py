@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from mamba_eagle.drafters import head_algorithm
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config_json import naming, read_values
-from mamba_eagle.models.config_values import checked
+from mamba_eagle.models.config_json import checked, naming, read_values
 from mamba_eagle.quantization.layouts import layout_of
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import activation, gate_and_up, gated
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mlp import activation, gate_and_up, gated
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target

@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -216,3 +216,13 @@ class Alone(Group):
 
 
 ALONE = Alone()
+
+
+class Site(NamedTuple):
+    """Where sums are needed: tensors [n, size] of a dtype on the ranks of ``group``, for n up to
+    ``tokens``."""
+
+    group: Group
+    tokens: int
+    size: int
+    dtype: torch.dtype

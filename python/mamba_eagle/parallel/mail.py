@@ -6,8 +6,6 @@ is full. That never happens to what the last stage tells, since plans in flight 
 it goes on, and so does each stage that waits for it or for one that does.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.peer_copy.triton import PROGRAMS, Ends, peer_copy
-from mamba_eagle.parallel.groups import Channel, Group, Mail
-from mamba_eagle.parallel.sums.deadline import ends_within
-from mamba_eagle.parallel.sums.shared_memory import share, share_problem
-from mamba_eagle.parallel.sums.site import Site
+from mamba_eagle.parallel.groups import Channel, Group, Mail, Site
+from mamba_eagle.parallel.sums.shared_memory import ends_within, share, share_problem
 
 ALIGNED = 16  # bytes, of places
 INT64 = 8  # bytes of a flag

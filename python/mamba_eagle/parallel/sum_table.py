@@ -1,5 +1,7 @@
 """Ways to add up the ranks' parts, and which one is taken for how many tokens."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.four_bit.torch import dequantize
-from mamba_eagle.quantization.matrix import Matrix
+from mamba_eagle.quantization.matrix import GroupScaled
 
 
 @dataclass(frozen=True)
-class FourBitMatrix(Matrix):
+class FourBitMatrix(GroupScaled):
     """``number(code) * scale * factor``, where a number is ``code - zero``, or an E2M1 float
     without zero points. Byte j of a row holds column 2j in its low bits and 2j + 1 in its high
     ones."""
@@ -28,11 +28,6 @@ class FourBitMatrix(Matrix):
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
-    @property
-    def group(self) -> int:
-        """Columns per scale."""
-        return self.shape[-1] // self.scale.shape[-1]
-
     def dequantize(self) -> Tensor:
         return dequantize(self.codes, self.scale, self.zero, self.factor)
 
@@ -40,28 +35,6 @@ class FourBitMatrix(Matrix):
         if isinstance(factor, Tensor):
             factor = factor.to(self.factor.device)
         return replace(self, factor=self.factor * factor)
-
-    def narrow(self, axis: int, start: int, length: int) -> FourBitMatrix:
-        if axis == -2:
-            parts = {
-                name: part.narrow(-2, start, length)
-                for name, part in self.tensors().items()
-                if part.shape[-2] > 1
-            }
-            return replace(self, **parts)
-        group = self.group
-        if start % group or length % group:
-            raise ValueError(
-                f"[{start}, {start + length}) of {self.shape[-1]} cuts a group of {group} columns "
-                "that share a scale"
-            )
-        zero = self.zero
-        return replace(
-            self,
-            codes=self.codes.narrow(-1, start // 2, length // 2),
-            scale=self.scale.narrow(-1, start // group, length // group),
-            zero=None if zero is None else zero.narrow(-1, start // group, length // group),
-        )
 
     @classmethod
     def join(cls, parts: Sequence[FourBitMatrix]) -> FourBitMatrix | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mamba_eagle.quantization.matrix import Matrix
+from mamba_eagle.quantization.matrix import GroupScaled
 
 GROUP = 32  # columns per scale, where this package rounds
 NUMBERS_AT_ONCE = 1 << 17
@@ -18,7 +18,7 @@ MIDDLE = 8  # the code of zero in four bits, where there is no minimum
 
 
 @dataclass(frozen=True)
-class GroupedMatrix(Matrix):
+class GroupedMatrix(GroupScaled):
     """``scale * number``, or ``scale * code + minimum`` where there is a minimum.
 
     Eight bits: the number, and the code, is an int8. Four bits: a code is 0 to 15 and its number is
@@ -53,11 +53,6 @@ class GroupedMatrix(Matrix):
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
 
-    @property
-    def group(self) -> int:
-        """Columns per scale."""
-        return self.shape[-1] // self.scale.shape[-1]
-
     def dequantize(self) -> Tensor:
         numbers = self.codes
         if self.bits == 4:
@@ -76,22 +71,6 @@ class GroupedMatrix(Matrix):
             factor = factor.to(self.scale.device)
         minimum = None if self.minimum is None else self.minimum.float() * factor
         return replace(self, scale=self.scale.float() * factor, minimum=minimum)
-
-    def narrow(self, axis: int, start: int, length: int) -> GroupedMatrix:
-        if axis == -2:
-            parts = {name: part.narrow(-2, start, length) for name, part in self.tensors().items()}
-            return replace(self, **parts)
-        group = self.group
-        if start % group or length % group:
-            raise ValueError(
-                f"[{start}, {start + length}) of {self.shape[-1]} cuts a group of {group} columns "
-                "that share a scale"
-            )
-        parts = {}
-        for name, part in self.tensors().items():
-            size = self.shape[-1] // part.shape[-1]  # columns per number of this tensor
-            parts[name] = part.narrow(-1, start // size, length // size)
-        return replace(self, **parts)
 
     def expert(self, index: int) -> GroupedMatrix:
         """One matrix of a stack."""

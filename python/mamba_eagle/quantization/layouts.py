@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from mamba_eagle.quantization import awq, compressed_tensors, gptq, modelopt
+from mamba_eagle.quantization import compressed_tensors, modelopt
 from mamba_eagle.quantization.float8 import NONE, Float8Layout, fp8_layout
+from mamba_eagle.quantization.four_bit_integers import awq_layout, gptq_layout
 from mamba_eagle.quantization.layout import Layout, unsupported
 
 # quant_method -> its layout
@@ -13,8 +14,8 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
     "modelopt": modelopt.layout,
     "modelopt_fp4": modelopt.layout,
     "compressed-tensors": compressed_tensors.layout,
-    "awq": awq.layout,
-    "gptq": gptq.layout,
+    "awq": awq_layout,
+    "gptq": gptq_layout,
 }
 
 

@@ -84,6 +84,31 @@ class Matrix(ABC):
         )
 
 
+class GroupScaled(Matrix):
+    """One whose ``scale`` has a number for each group of neighbouring columns of a row; what has
+    one row, or one column, belongs to all."""
+
+    @property
+    def group(self) -> int:
+        """Columns per scale."""
+        return self.shape[-1] // self.tensors()["scale"].shape[-1]
+
+    def narrow(self: Self, axis: int, start: int, length: int) -> Self:
+        columns, parts = self.shape[-1], self.tensors()
+        group = columns // parts["scale"].shape[-1]
+        if axis == -1 and (start % group or length % group):
+            raise ValueError(
+                f"[{start}, {start + length}) of {columns} cuts a group of {group} columns that "
+                "share a scale"
+            )
+        cut: dict[str, Any] = {}
+        for name, part in parts.items():
+            each = columns // part.shape[-1] if axis == -1 else 1  # columns of one of its numbers
+            if part.shape[axis] > 1:
+                cut[name] = part.narrow(axis, start // each, length // each)
+        return replace(self, **cut)
+
+
 @dataclass(frozen=True)
 class Float8Matrix(Matrix):
     """Float8 numbers and float32 scales: one per matrix, per row, or per block."""
@@ -224,3 +249,33 @@ def float8_matrix(
     if sizes == [1, columns]:
         return Float8Matrix(values, scale, None, rounding)
     return Float8Matrix(values, scale, (sizes[0], sizes[1]), rounding)
+
+
+@dataclass(frozen=True)
+class DenseMatrix(Matrix):
+    """A weight of 16 or 32 bits as checkpoints store it, for devices that multiply it so: in its
+    own dtype, which may be shorter than the model's."""
+
+    values: Tensor  # [..., out, in], float dtype
+
+    @property
+    def few_bits(self) -> bool:
+        return False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def dequantize(self) -> Tensor:
+        return self.values.float()
+
+    def times(self, factor: float | Tensor) -> DenseMatrix:
+        return replace(self, values=self.values.float() * factor)
+
+    def narrow(self, axis: int, start: int, length: int) -> DenseMatrix:
+        return replace(self, values=self.values.narrow(axis, start, length))
+
+    @classmethod
+    def join(cls, parts: Sequence[DenseMatrix]) -> DenseMatrix | None:
+        """In the longest of the dtypes, which loses nothing."""
+        return cls(torch.cat([part.values for part in parts], dim=-2))

@@ -26,9 +26,13 @@ from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
-from mamba_eagle.runner.heap import give_back_freed_memory
-from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
-from mamba_eagle.runner.mail import mail_for
+from mamba_eagle.runner.loading import (
+    Loader,
+    backend_for,
+    draft_source_for,
+    give_back_freed_memory,
+    split_of,
+)
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import DraftSize, MemoryPlan, memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
@@ -42,6 +46,7 @@ from mamba_eagle.runner.stages import (
     LastStageChooser,
     agree_on_drafting,
     layers_by_stage,
+    mail_for,
 )
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.routing import Routing

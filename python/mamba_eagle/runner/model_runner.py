@@ -8,12 +8,11 @@ import torch
 from mamba_eagle.backend.prefill import fold_released
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import DecodeBatch, Plan, Release, RunnerReady, StepResult
-from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.compilations import Compilations
 from mamba_eagle.runner.constraints import TreeView
 from mamba_eagle.runner.memory import MemoryPlan
 from mamba_eagle.runner.pools import Pools
-from mamba_eagle.runner.ranks import Ranks
+from mamba_eagle.runner.ranks import Ranks, check_agreement
 from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps, Verified
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
@@ -240,8 +239,11 @@ class ModelRunner:
     def capture(self) -> None:
         """Steps are graphs from now on, if they can be: all kinds of them, captured anew."""
         if self.parts.captures:
-            self.steps.close()  # NCCL would wait for ever for the graphs of before
+            # NCCL would wait for ever for the graphs of before
+            self.steps.close()
+            self.prompts.graphs.close()
             self.steps = self.make_steps(GraphedSteps)
+            self.prompts.graphs.capture(self.config.max_running_requests)
 
     @torch.inference_mode()
     def make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:
@@ -254,6 +256,7 @@ class ModelRunner:
         """Nothing may be launched afterwards; the ranks stay together."""
         self.turns.commit()
         self.steps.close()
+        self.prompts.graphs.close()
         if self.copies is not None:
             self.copies.close()
         if self.compilations is not None:

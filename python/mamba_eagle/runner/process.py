@@ -4,6 +4,7 @@ With --tp-size and --pp-size there are several, the ranks. All get the same plan
 together; one alone sends the results.
 """
 
+import gc
 import os
 import sys
 
@@ -11,7 +12,7 @@ import zmq
 
 from mamba_eagle import logs
 from mamba_eagle.config import ConfigError
-from mamba_eagle.message.lifetime import REFUSED, begin, ignore_end_signal
+from mamba_eagle.message.lifetime import REFUSED, begin, end_in_order, ignore_end_signal
 
 
 def main() -> None:
@@ -20,15 +21,19 @@ def main() -> None:
     # the server process needs (8 s instead of 0.2 s per request, measured on two busy cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config, socket_dir, rank = begin("runner")
-    # after the signals are set: torch takes a second
+    # after the signals are set: torch takes a second, a tenth of it in looking for garbage
+    gc.disable()
     from mamba_eagle.runner.start import start_rank
     from mamba_eagle.runner.worker import Worker
 
+    gc.freeze()
+    gc.enable()
     try:
         worker = Worker(start_rank(config, rank, socket_dir), zmq.Context(), socket_dir, rank)
     except ConfigError as error:
         logs.complain(f"error: {error}")
         sys.exit(REFUSED)
+    end_in_order()
     worker.pulse.start()
     try:
         worker.serve()

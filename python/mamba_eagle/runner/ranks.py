@@ -1,4 +1,4 @@
-"""How a rank joins the others."""
+"""How a rank joins the others, and whether all of them have the same requests in the same state."""
 
 import contextlib
 import os
@@ -7,7 +7,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.devices import rank_device
 from mamba_eagle.message.link import read_link
@@ -78,8 +81,13 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     if config.num_ranks == 1:
         return ONE_RANK
     # takes a while to import, and a single rank does without
-    from mamba_eagle.parallel.distributed import ProcessGroup, meet
-    from mamba_eagle.parallel.meeting import FileMeeting, Meeting, StoreMeeting
+    from mamba_eagle.parallel.distributed import (
+        FileMeeting,
+        Meeting,
+        ProcessGroup,
+        StoreMeeting,
+        meet,
+    )
 
     link = read_link(folder)
     meeting: Meeting = FileMeeting(os.path.join(folder, MEETING_FILE))
@@ -103,3 +111,52 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
         return Ranks(stages=found, beside=beside)
     inside = [range(first, first + width) for first in range(0, config.num_ranks, width)]
     return Ranks(ProcessGroup(Shard(part, width), device, inside), found, beside)
+
+
+# ── --check-ranks ──
+
+FACTOR = 0x2545F4914F6CDD1D  # odd; of Marsaglia's xorshift*
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that have to agree do not; the text names the first field that differs."""
+
+
+def check_agreement(
+    step: int, table: RequestTable, scheme: StateScheme, group: Group, member: str = "rank"
+) -> None:
+    """Compares the tables of all ranks, request slot by request slot; waits for the device. member:
+    what a rank of the group is called.
+
+    Raises: RanksDiffer, on all ranks.
+    """
+    slots = torch.arange(table.processed.shape[0], device=table.processed.device)
+    fields = {
+        "last_token": table.last_token,
+        "processed": table.processed,
+        "remaining": table.remaining,
+        "stop_tokens": table.stop_tokens,
+        "state_slot": table.state_slot,
+        "kv_slots": table.kv_slots,
+        "folded": scheme.folded(slots),
+    }
+    hashes = torch.stack([row_hashes(values) for values in fields.values()])
+    found = group.gather(hashes)  # [ranks, fields, request slots]
+    differs = (found != found[:1]).nonzero()
+    if not len(differs):
+        return
+    rank, field, slot = min(differs.tolist(), key=lambda place: place[1:])
+    values = {name: values[slot].tolist() for name, values in fields.items()}
+    name = list(fields)[field]
+    raise RanksDiffer(
+        f"after step {step}, {member} {rank} differs from {member} 0 in {name} of request slot "
+        f"{slot}; {member} {group.rank} has {str(values[name])[:200]}"
+    )
+
+
+def row_hashes(values: Tensor) -> Tensor:
+    """One number for each row: [R] or [R, n] int64 -> [R] int64."""
+    if values.dim() == 1:
+        return values
+    powers = torch.arange(1, values.shape[1] + 1, device=values.device) * FACTOR
+    return ((values + 1) * (powers | 1)).sum(dim=1)

@@ -26,7 +26,7 @@ from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.models.received import complete, forget
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS, assemble, refill
-from mamba_eagle.runner.heap import give_back_freed_memory
+from mamba_eagle.runner.loading import give_back_freed_memory
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import Ranks
 
@@ -173,10 +173,10 @@ def update_problems(new: EngineConfig, old: EngineConfig) -> list[str]:
             "(--speculative-algorithm NONE); leave it out"
         ]
     folders = (new.model_path, new.speculative_draft_model_path)
-    absent = [path for path in folders if path and not Path(path).exists()]
-    if absent:
-        return [f"{shown(path)}: there is no such folder on the server" for path in absent]
     try:
+        absent = [path for path in folders if path and not Path(path).exists()]
+        if absent:
+            return [f"{shown(path)}: there is no such folder on the server" for path in absent]
         sizes = read_model_config(new.model_path)
         if sizes != read_model_config(old.model_path):
             return [f"{new.model_path}: its config.json is that of another model"]

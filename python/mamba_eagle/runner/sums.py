@@ -1,30 +1,18 @@
-"""Which methods --all-reduce stands for, and the table of a runner's group."""
+"""The table of sums of a runner's group, as --all-reduce asks for it."""
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import NO_SUMS_ON_A_CPU, ConfigError, EngineConfig
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import Group, Site
 from mamba_eagle.parallel.sum_table import COLLECTIVES, NormedSum, SumTable
-from mamba_eagle.parallel.sums.site import JoinedSum, Site
 
 log = logging.getLogger("mamba_eagle.runner")
 
 MAX_TOKENS = 1024  # rooms have one place per rank and token; beyond, what is sent counts, not steps
-
-
-def methods_of(name: str, exact: bool) -> Sequence[type[JoinedSum]]:
-    """For a value of --all-reduce, in the order in which they are tried."""
-    # torch's distributed package, which is for several ranks on GPUs only
-    from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
-
-    if name == "nccl":
-        return ()
-    return (OrderedSum,) if exact else (PushedSum,)
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:
@@ -40,9 +28,10 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
         if name == "auto":
             return COLLECTIVES
         raise ConfigError([f"--all-reduce {name}: {NO_SUMS_ON_A_CPU}"])
+    # torch's distributed package, which is for several ranks on GPUs only
     from mamba_eagle.parallel.sums.choose import choose_sums
-    from mamba_eagle.parallel.sums.stopwatch import Captured
-    from mamba_eagle.parallel.sums.trial import Bench
+    from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
+    from mamba_eagle.parallel.sums.trial import Bench, Captured
 
     ops = backend.layer_ops
 
@@ -54,7 +43,7 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
     tokens = min(config.max_running_requests * config.tree_shape.nodes, MAX_TOKENS)
     table = choose_sums(
         Site(group, tokens, size, backend.dtype),
-        methods_of(name, config.exact),
+        OrderedSum if config.exact else PushedSum,
         add_norm,
         Bench(Captured),
         or_collective=name == "auto",

@@ -36,9 +36,9 @@ from mamba_eagle.message import (
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.pulse import Pulse
+from mamba_eagle.runner.ranks import RanksDiffer
 from mamba_eagle.runner.renewal import Renewal
 from mamba_eagle.runner.steps.launched import Launched
 from mamba_eagle.runner.transfers import Member, Transfers

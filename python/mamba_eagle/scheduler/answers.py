@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from mamba_eagle.message import (
     AdapterRead,
+    Asked,
     AskRanks,
     ChangeModel,
     CloseSession,
@@ -27,10 +28,6 @@ from mamba_eagle.message import (
     UnloadAdapter,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
-
-OfCache = FlushCache | GetState | ExportPrefix | ImportPrefix | OpenSession | CloseSession
-OfModel = Profile | AskRanks | LoadAdapter | UnloadAdapter | Pause | Continue | ChangeModel
-Asked = OfCache | OfModel
 
 
 class Answers:

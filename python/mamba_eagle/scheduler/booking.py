@@ -94,7 +94,7 @@ class PlanBooking:
         if item.first is not None:
             if request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
-                self.stats.hit(held.hit.kind, request.cached_tokens)
+                self.stats.hit(held.hit.kind, request.news.cached_tokens)
             if item.first.draft_start is not None:
                 self.slots.follow(held)
         end = item.start + len(item.token_ids)

@@ -260,7 +260,7 @@ class Planner:
         admitted = self.prefill.schedule(plan, self._admitted, decodes)
         self._admitted += admitted
         for request in admitted:
-            request.weight_version = self.pauses.version
+            request.news.weight_version = self.pauses.version
         if self.prefill.is_full:
             self._step_back()
         if self.prompts_first and not plan.chunks:

@@ -15,7 +15,6 @@ from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
     AdapterRead,
-    EngineSize,
     FromRunner,
     Generate,
     GrammarCompiled,
@@ -34,7 +33,7 @@ from mamba_eagle.message import (
     ToWatchdog,
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
-from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.message.lifetime import begin, end_in_order, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
 from mamba_eagle.scheduler.answers import Answers
 from mamba_eagle.scheduler.events import EventPublisher
@@ -86,7 +85,7 @@ class SchedulerProcess:
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
         self.load_first_adapters()
-        size = {name: getattr(ready, name) for name in EngineSize.__struct_fields__}
+        size = {name: getattr(ready, name) for name in Ready.__struct_fields__}
         self.outputs.send(Ready(**size))
 
     def load_first_adapters(self) -> None:
@@ -205,6 +204,7 @@ class SchedulerProcess:
 
 def main() -> None:
     config, socket_dir, _ = begin("scheduler")
+    end_in_order()
     context = zmq.Context()
     link = read_link(socket_dir)
     guard = Guard(context, link.peer) if link else None

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
-from mamba_eagle.core import DEFAULT_VERSION, FinishReason
+from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, RequestOutput, RoutedExperts, StepTrace, TokenLogprob
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.adapters import Adapter
@@ -42,21 +42,11 @@ class Request:
         self.tokens = indices(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()
-        # reported to the client
-        self.cached_tokens = 0
-        self.verify_steps = 0
-        self.accepted_drafts = 0
-        self.proposed_drafts = 0
-        self.accept_histogram: list[int] = []
+        self.news = RequestOutput(rid=message.rid)  # for the client: its counters, what is not sent
         self.retractions = 0
-        self.weight_version = DEFAULT_VERSION  # of the weights that it runs with
-        self.queue_time = -1.0  # seconds; negative: not admitted so far
         self.fetches = 0  # loads from lower tiers of the cache that it has started
         self.length_below = 0  # tokens that they had of it when it was admitted
         self.waits_for_grammar = False  # until the runner has compiled it (grammars.py)
-        self.input_logprobs: list[TokenLogprob] = []
-        self.embedding = b""
-        self.experts: list[RoutedExperts] = []  # not sent yet
         self._wait()
 
     def _wait(self) -> None:
@@ -160,27 +150,30 @@ class Request:
         """Its first chunk is about to be planned."""
         self.held = held
         if self.num_output == 0:
-            self.cached_tokens = held.hit.position
-        if self.queue_time < 0:
-            self.queue_time = max(0.0, time.time() - (self.arrival_time or time.time()))
+            self.news.cached_tokens = held.hit.position
+        if self.retractions == 0:
+            self.news.queue_time = max(0.0, time.time() - (self.arrival_time or time.time()))
 
     def start_again(self) -> None:
         """Retracted and released: back to the queue; the output so far is prefilled again."""
         self.retractions += 1
         if self.num_output == 0:
-            self.input_logprobs = []
+            self.news.input_logprobs = []
         self._wait()
 
     def took_experts(self, start: int, count: int, experts: bytes) -> None:
         """Of the tokens from ``start`` on, if they were asked for."""
         if experts:
-            self.experts.append(RoutedExperts(start, count, experts))
+            self.news.experts.append(RoutedExperts(start, count, experts))
 
-    def count_accepted(self, drafts: int) -> None:
-        """A step accepted ``drafts`` drafted tokens."""
-        self.accepted_drafts += drafts
-        self.accept_histogram += [0] * (drafts + 1 - len(self.accept_histogram))
-        self.accept_histogram[drafts] += 1
+    def count_step(self, accepted: int, proposed: int) -> None:
+        """A decode step accepted some drafted tokens, of a tree of this depth."""
+        news = self.news
+        news.verify_steps += 1
+        news.accepted_drafts += accepted
+        news.proposed_drafts += proposed
+        news.accept_histogram += [0] * (accepted + 1 - len(news.accept_histogram))
+        news.accept_histogram[accepted] += 1
 
     def accept(self, token_ids: list[int]) -> None:
         """New output tokens, which the runner has cut after a stop token and at max_new_tokens:
@@ -200,29 +193,16 @@ class Request:
     ) -> RequestOutput:
         """What the client gets now; logprobs and embedding of the prompt go with the first
         call."""
-        input_logprobs, self.input_logprobs = self.input_logprobs, []
-        embedding, self.embedding = self.embedding, b""
-        experts, self.experts = self.experts, []
-        return RequestOutput(
-            rid=self.rid,
-            token_ids=token_ids or [],
-            finish=self.finish,
-            completion_tokens=self.num_output,
-            cached_tokens=self.cached_tokens,
-            verify_steps=self.verify_steps,
-            accepted_drafts=self.accepted_drafts,
-            proposed_drafts=self.proposed_drafts,
-            accept_histogram=list(self.accept_histogram),
-            retractions=self.retractions,
-            queue_time=max(self.queue_time, 0.0),
-            logprobs=(logprobs or []) if self.asked.return_logprob else [],
-            input_logprobs=input_logprobs,
-            trace=trace,
-            embedding=embedding,
-            experts=experts,
-            hidden=list(hidden),
-            weight_version=self.weight_version,
+        told = self.news
+        counts = list(told.accept_histogram)
+        self.news = replace(
+            told, accept_histogram=counts, input_logprobs=[], embedding=b"", experts=[]
         )
+        told.token_ids, told.finish, told.trace = token_ids or [], self.finish, trace
+        told.completion_tokens, told.retractions = self.num_output, self.retractions
+        told.logprobs = (logprobs or []) if self.asked.return_logprob else []
+        told.hidden = list(hidden)
+        return told
 
 
 def rank(request: Request) -> tuple[int, int]:

@@ -62,7 +62,7 @@ class Scheduler(Planner):
         adapter = self.adapters.of(message.adapter)
         request = Request(message, self._num_added, eos, self.runner.context_length, adapter)
         self.adapters.begin(adapter)
-        request.weight_version = self.pauses.version
+        request.news.weight_version = self.pauses.version
         self._live[request.rid] = request
         if self.prefill.grammars is not None:
             self.prefill.grammars.add(request)

@@ -158,7 +158,8 @@ class AdaptiveShape(ShapePolicy):
         self._behind = False  # the drafter has not seen the tokens of the latest plain steps
         self._requests_since_probe = self._steps_since_probe = 0
         self._probe_trials = 0  # trials left on the current probe
-        self._held = HeldChoice()
+        # the latest choice stands for some more steps while the batch stays the same
+        self._held_steps, self._held_for = 0, (0, 0)  # requests, and those that are tracked
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
 
@@ -206,8 +207,8 @@ class AdaptiveShape(ShapePolicy):
     ) -> Choice:
         if not self.times.has_samples(PLAIN) or not tracked:
             return Choice(PLAIN)
-        if self._held.steps and self._held.requests == (batch, len(tracked)):
-            self._held.steps -= 1
+        if self._held_steps and self._held_for == (batch, len(tracked)):
+            self._held_steps -= 1
             return Choice(self._best)
         total = sum(request.ratio for request in tracked)
         quality = Quality(total / batch, total / len(tracked))
@@ -222,7 +223,7 @@ class AdaptiveShape(ShapePolicy):
             self._trial_steps -= 1
             return Choice(self._trial, trial=True, pace=1 / odds[best].rate)
         if self.usefulness.settled and (best == PLAIN or self.ahead > INITIAL_CREDIT):
-            self._held = HeldChoice(STEPS_PER_CHOICE - 1, (batch, len(tracked)))
+            self._held_steps, self._held_for = STEPS_PER_CHOICE - 1, (batch, len(tracked))
         return Choice(best)
 
     def _odds(self, shape: TreeShape, batch: int, quality: Quality) -> Odds:
@@ -309,14 +310,6 @@ class AdaptiveShape(ShapePolicy):
         lost = (seconds - tokens * choice.pace) / plain if choice.trial else 0.0
         self.ahead = min(self.ahead + earned + won, MAX_CREDIT)
         self.budget = min(self.budget + earned - lost, MAX_CREDIT)
-
-
-@dataclass
-class HeldChoice:
-    """The latest choice stands for ``steps`` more steps while the batch stays the same."""
-
-    steps: int = 0
-    requests: tuple[int, int] = (0, 0)  # in the batch, and those of them that are tracked
 
 
 class Quality(NamedTuple):

@@ -76,9 +76,7 @@ class StepResults:
                     self._stats.verify_steps += 1
                     self._stats.decode_tokens += len(walk.tokens)
                     if self._shape.nodes > 1:
-                        request.verify_steps += 1
-                        request.count_accepted(len(walk.tokens) - 1)
-                        request.proposed_drafts += plan.choice.shape.depth
+                        request.count_step(len(walk.tokens) - 1, plan.choice.shape.depth)
                     request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
                     told = (walk.logprobs, walk.trace, walk.hidden)
                     outputs.append(self._accept(request, walk.tokens, *told))
@@ -98,11 +96,11 @@ class StepResults:
             return []
         if problem := prefill_problem(request, chunk.item, result, self._vocab_size):
             return [self.fail(request, problem, result.problem)]
-        request.input_logprobs += result.input_logprobs
+        request.news.input_logprobs += result.input_logprobs
         request.took_experts(chunk.item.start, len(chunk.item.token_ids), result.experts)
         if not is_last:
             return []
-        request.embedding = result.embedding
+        request.news.embedding = result.embedding
         if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
             return [self._accept(request, [], [], None, result.hidden)]
         logprobs = [result.logprob] if result.logprob is not None else []

@@ -18,9 +18,8 @@ from mamba_eagle import __version__
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
-from mamba_eagle.message import GetState, StateReply
+from mamba_eagle.message import Generate, GetState
 from mamba_eagle.server.apis import (
-    adapters,
     cache,
     control,
     embeddings,
@@ -45,16 +44,15 @@ from mamba_eagle.server.http.auth import KeyAuth
 from mamba_eagle.server.http.origins import guard_origins
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
-from mamba_eagle.server.state import ServerState, heard, server_state
-from mamba_eagle.tokenizer.errors import EngineDead
-from mamba_eagle.tokenizer.sample import PromptRequest
+from mamba_eagle.server.state import ServerState, State
+from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest
 
 HEALTH_TIMEOUT = 20.0
 # Without a key: the page asks for it, and what there is to ask is not secret.
 OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 ROOMS = (
     *(generate, openai, responses, anthropic, score, embeddings),
-    *(tokens, cache, control, adapters, pauses, group, weights),
+    *(tokens, cache, control, pauses, group, weights),
     *(exchange, rollouts, batches, openapi, page),
 )
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -90,6 +88,7 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     app.state.responses = ResponseStore()
+    app.state.description = None  # what /openapi.json says, once it was asked for
     app.state.batches = BatchStore(app, state.lifetime, state.folder)
     parts = (router, *(room.router for room in ROOMS))
     for part in parts:
@@ -130,9 +129,8 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 @get("/health")
-async def health(request: Request) -> Response:
+async def health(state: State) -> Response:
     """Liveness: 503 once the engine is dead or has stopped working, so that a restart is due."""
-    state = server_state(request)
     problem = state.lifetime.failure or state.manager.dead
     if problem is not None:
         raise RequestError(problem, 503)
@@ -140,20 +138,14 @@ async def health(request: Request) -> Response:
 
 
 @get("/ready")
-async def ready(request: Request) -> Response:
+@get("/ping")
+async def ready(state: State) -> Response:
     """Readiness: 503 whenever a request would be refused, as while the server shuts down, or would
-    wait for a process that does not answer."""
-    state = server_state(request)
+    wait for a process that does not answer. Amazon SageMaker asks for it as /ping."""
     problem = state.lifetime.refusal or state.lifetime.silent or state.manager.dead
     if problem is not None:
         raise RequestError(problem, 503, retry_after=RETRY_AFTER)
     return Response()
-
-
-@get("/ping")
-async def ping(request: Request) -> Response:
-    """As /ready, under the name that Amazon SageMaker asks for."""
-    return await ready(request)
 
 
 @get("/version")
@@ -162,18 +154,18 @@ async def version() -> Response:
 
 
 @get("/health_generate")
-async def health_generate(request: Request) -> Response:
+async def health_generate(request: Request, state: State) -> Response:
     """One token through the whole engine."""
-    state = server_state(request)
     token = min([*state.manager.engine.eos_token_ids, state.vocab_size - 1])
     rid = f"health-{uuid.uuid4().hex}"
-    prompt = PromptRequest(
+    prompt = Generate(
         rid=rid,
         token_ids=[token],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         seed=0,
     )
-    live = state.submit(rid, [prompt])
+    live = LiveRequest(rid, [prompt])
+    state.submit(live)
     try:
         await asyncio.wait_for(wait_until_done(request, state.manager, live), HEALTH_TIMEOUT)
     except asyncio.TimeoutError:
@@ -185,8 +177,7 @@ async def health_generate(request: Request) -> Response:
 
 @get("/get_model_info")
 @get("/model_info")
-async def model_info(request: Request) -> Response:
-    state = server_state(request)
+async def model_info(state: State) -> Response:
     model = state.model_config()
     return json_response(
         {
@@ -205,13 +196,12 @@ async def model_info(request: Request) -> Response:
 
 @get("/get_server_info")
 @get("/server_info")
-async def server_info(request: Request) -> Response:
-    state = server_state(request)
+async def server_info(state: State) -> Response:
     engine = state.manager.engine
     arguments = dataclasses.asdict(state.config)
     arguments["api_key"] = "***" if state.api_keys else ""
     arguments["admin_api_key"] = "***" if state.config.admin_api_key else ""
-    scheduler = await _scheduler_state(state)
+    scheduler = await state.ask()
     averages = {
         "avg_spec_accept_length": state.recorder.accept_length,
         "last_gen_throughput": scheduler.state.get("gen_throughput", 0.0),
@@ -246,10 +236,6 @@ def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
     return {name: getattr(events, name) for name in names} | {"block_size": BLOCK}
 
 
-async def _scheduler_state(state: ServerState) -> StateReply:
-    return await heard(state.manager.ask(GetState(), 5.0), "the scheduler does not answer")
-
-
 def _model_card(state: ServerState) -> dict[str, Any]:
     return {
         "id": state.model_name,
@@ -268,16 +254,14 @@ def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 @get("/v1/models")
-async def models(request: Request) -> Response:
+async def models(state: State) -> Response:
     """The model and its loaded adapters."""
-    state = server_state(request)
     cards = [_model_card(state), *(_adapter_card(state, name) for name in state.adapters)]
     return json_response({"object": "list", "data": cards})
 
 
 @get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
-    state = server_state(request)
+async def model(state: State, name: str) -> Response:
     if name in state.adapters:
         return json_response(_adapter_card(state, name))
     state.check_model(name)
@@ -286,7 +270,7 @@ async def model(request: Request, name: str) -> Response:
 
 async def _load(state: ServerState) -> dict[str, Any]:
     """As SGLang's routes have it, which its gateways read."""
-    values = (await _scheduler_state(state)).state
+    values = (await state.ask()).state
     running = int(values.get("num_running_reqs", 0))
     waiting = int(values.get("num_queue_reqs", 0))
     most = state.manager.engine.max_running_requests
@@ -309,13 +293,13 @@ async def _load(state: ServerState) -> dict[str, Any]:
 
 
 @get("/get_load")
-async def get_load(request: Request) -> Response:
-    return json_response([await _load(server_state(request))])
+async def get_load(state: State) -> Response:
+    return json_response([await _load(state)])
 
 
 @get("/v1/loads")
-async def loads(request: Request) -> Response:
-    load = await _load(server_state(request))
+async def loads(state: State) -> Response:
+    load = await _load(state)
     now = datetime.now(timezone.utc).isoformat()
     return json_response(
         {"timestamp": now, "version": __version__, "dp_rank_count": 1, "loads": [load]}
@@ -323,8 +307,7 @@ async def loads(request: Request) -> Response:
 
 
 @get("/metrics")
-async def metrics(request: Request) -> Response:
-    state = server_state(request)
+async def metrics(state: State) -> Response:
     try:
         reply = await state.manager.ask(GetState(), 1.0)
     except (EngineDead, asyncio.TimeoutError):

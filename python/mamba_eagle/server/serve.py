@@ -11,19 +11,22 @@ import socket
 from typing import Any
 
 from mamba_eagle import logs
+from mamba_eagle.chat.format import chat_problems
 from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.core import Failure
-from mamba_eagle.message.channel import remove_socket_dir
+from mamba_eagle.message.channel import new_socket_dir, remove_socket_dir
 from mamba_eagle.message.lifetime import REFUSED
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
-from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.engine.children import Child, end_children
 from mamba_eagle.server.engine.launch import SHUTTING_DOWN, Ending, Launch
-from mamba_eagle.server.engine.socket_dir import new_socket_dir
-from mamba_eagle.server.http import descriptors
 from mamba_eagle.server.http.auth import api_keys
-from mamba_eagle.server.http.connections import LOG_SECONDS, Limits
+from mamba_eagle.server.http.connections import (
+    LOG_SECONDS,
+    Limits,
+    descriptor_problems,
+    room_for_connections,
+)
 from mamba_eagle.server.http.listener import HttpServer, run, tls_context
 from mamba_eagle.server.http.origins import exposure_warning, origin_problems
 from mamba_eagle.server.lifetime import Gate
@@ -66,7 +69,7 @@ def _report(ending: Ending) -> int:
 
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
-    problems = descriptors.problems()
+    problems = descriptor_problems()
     if config.otlp_traces_endpoint:
         problems += _missing("--otlp-traces-endpoint", "mamba_eagle.metrics.tracing", "otel")
     if config.nnodes > 1:
@@ -224,7 +227,7 @@ class HttpLaunch(Launch):
     def _limits(self) -> Limits:
         """The settings, with no more connections than there are descriptors for."""
         config = self.config
-        connections, spare = descriptors.room_for_connections(config.max_connections)
+        connections, spare = room_for_connections(config.max_connections)
         if connections < config.max_connections:
             log.warning(
                 "--max-connections %d: ulimit -n leaves room for %d; further ones are answered 503",

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from mamba_eagle.chat.format import ChatFormat
@@ -23,7 +24,15 @@ from mamba_eagle.constrain.trials import Tokens
 from mamba_eagle.core import shown
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
-from mamba_eagle.message import Weights
+from mamba_eagle.message import (
+    Done,
+    GetState,
+    PrefixMoved,
+    ProfileReply,
+    RankReply,
+    StateReply,
+    Weights,
+)
 from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
@@ -35,12 +44,12 @@ from mamba_eagle.server.bodies.reception import Bodies
 from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.at_reply import trace_parent
-from mamba_eagle.server.http.auth import api_keys
+from mamba_eagle.server.http.auth import api_keys, need_admin
+from mamba_eagle.server.http.origins import is_loopback
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.remote_reads import RemoteReads
-from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
 from mamba_eagle.tokenizer.manager import TokenizerManager
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
+from mamba_eagle.tokenizer.sample import DuplicateRid, EngineDead, LiveRequest, QueueFull
 
 
 @dataclass
@@ -72,6 +81,7 @@ class Incoming:
 
 
 T = TypeVar("T")
+R = TypeVar("R", Done, PrefixMoved, ProfileReply, list[RankReply])
 SILENCE = "the engine did not answer in time"
 
 
@@ -199,6 +209,11 @@ class ServerState:
         """
         return await self.bodies.read(request, partial(read, model), max_size=MAX_CONTROL_BODY)
 
+    async def ask(self, max_nodes: int = 0, max_tokens: int = 0) -> StateReply:
+        """The scheduler's gauges, and what the cache holds. Raises: RequestError 503"""
+        asked = GetState(max_nodes=max_nodes, max_tokens=max_tokens)
+        return await heard(self.manager.ask(asked, 5.0), "the scheduler does not answer")
+
     def check_model(self, name: str) -> None:
         """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""
         own = ("", "default", self.model_name, self.config.model_path)
@@ -219,16 +234,17 @@ class ServerState:
                 param="n",
             )
 
-    def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
-        """Raises: RequestError 400 or 503."""
-        constrained = any(prompt.sampling.is_constrained for prompt in prompts)
+    def submit(self, live: LiveRequest) -> None:
+        """Starts its samples. Raises: RequestError 400 or 503."""
+        constrained = any(prompt.sampling.is_constrained for prompt in live.prompts)
         if self.config.simulate_acc_len and constrained:
             raise RequestError(
                 f"--simulate-acc-len {self.config.simulate_acc_len:g} forces tokens that no "
                 "grammar allows: leave the grammar out, or ask a server without it"
             )
+        live.trace_parent = trace_parent.get()
         try:
-            return self.manager.submit(rid, prompts, trace_parent.get())
+            self.manager.submit(live)
         except DuplicateRid as error:
             raise RequestError(str(error), param="rid") from None
         except QueueFull as error:
@@ -248,6 +264,41 @@ async def heard(question: Awaitable[T], silence: str = SILENCE) -> T:
         raise RequestError(str(error) or silence, 503) from None
 
 
+async def answered(question: Awaitable[R], silence: str = SILENCE) -> R:
+    """As ``heard``. Raises: RequestError 400, too, with the reason why nothing was done."""
+    reply = await heard(question, silence)
+    for each in reply if isinstance(reply, list) else [reply]:
+        if each.problem:
+            raise RequestError(each.problem)
+    return reply
+
+
 def server_state(request: Request) -> ServerState:
+    """For routes that are asked most: FastAPI takes 30 µs to hand over an argument."""
     state: ServerState = request.app.state.server
     return state
+
+
+async def _state(request: Request) -> ServerState:
+    return server_state(request)
+
+
+State = Annotated[ServerState, Depends(_state)]  # what other routes are given as an argument
+
+
+async def operated(request: Request, state: State) -> ServerState:
+    """Raises: RequestError 401 where an admin key was set and the request does not carry it."""
+    need_admin(request, state.config, request.url.path, by_default=True)
+    return state
+
+
+async def trusted(request: Request, state: State) -> ServerState:
+    """For what reads folders of the server or takes its model away. Raises: RequestError 401, and
+    403 where there is no admin key and other machines can reach the server."""
+    local = is_loopback(state.config.host)
+    need_admin(request, state.config, request.url.path, by_default=local)
+    return state
+
+
+Operated = Annotated[ServerState, Depends(operated)]
+Trusted = Annotated[ServerState, Depends(trusted)]

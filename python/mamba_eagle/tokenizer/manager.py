@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import zmq
+from msgspec.structs import replace
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import DEFAULT_VERSION, Failure, FinishReason, shown
@@ -24,7 +24,6 @@ from mamba_eagle.message import (
     FlushCache,
     Generate,
     Outputs,
-    Prompt,
     Question,
     RankReply,
     Ready,
@@ -33,8 +32,7 @@ from mamba_eagle.message import (
     ToServer,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
-from mamba_eagle.tokenizer.sample import LiveRequest, LiveSamples, PromptRequest, Sample
+from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest, LiveSamples, QueueFull, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 # A request of thousands of samples is started and ended in turns, between which this process and
@@ -73,18 +71,17 @@ class Outbox:
             if sample.finish is not None:
                 continue
             sample.sent = True
-            self._sender.send(_generate(sample))
+            self._sender.send(_message(sample))
             tokens += len(sample.prompt.token_ids)
             if tokens >= TOKENS_PER_TURN:
                 break
 
 
-def _generate(sample: Sample) -> Generate:
-    asked = {name: getattr(sample.prompt, name) for name in Prompt.__struct_fields__}
-    asked["rid"] = sample.engine_rid
+def _message(sample: Sample) -> Generate:
     # Stop strings are looked for here; thousands of them would travel for nothing.
-    asked["sampling"] = msgspec.structs.replace(asked["sampling"], seed=sample.seed, stop=[])
-    return Generate(**asked, arrival_time=sample.request.arrival)
+    own = replace(sample.prompt.sampling, seed=sample.seed, stop=[])
+    name, arrival = sample.engine_rid, sample.request.arrival
+    return replace(sample.prompt, rid=name, sampling=own, n=1, seed=None, arrival_time=arrival)
 
 
 class Inbox:
@@ -253,43 +250,42 @@ class TokenizerManager:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, rid: str, prompts: list[PromptRequest], trace_parent: str = "") -> LiveRequest:
+    def submit(self, live: LiveRequest) -> None:
         """Starts every sample of every prompt; the scheduler hears of many of them in turns.
 
         Raises: EngineDead, QueueFull, DuplicateRid; then nothing was started.
         """
-        live = LiveRequest(rid, trace_parent)
-        live.names = list(self._admit(rid, prompts))
-        if seconds := max((prompt.timeout for prompt in prompts), default=0.0):
-            live.deadline = self._loop.call_later(seconds, self._expire, live, seconds)
+        live.names = list(self._admit(live))
+        if live.timeout:
+            live.deadline = self._loop.call_later(live.timeout, self._expire, live)
         started: deque[Sample] = deque()
-        for prompt in prompts:
+        for prompt in live.prompts:
             seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
             for i in range(prompt.n):
                 started.append(self._start(live, prompt, i, sample_seed(seed, i)))
         self.recorder.started(live)
         if self._outbox.put(started):
             self._spawn(self._send_unsent())
-        return live
 
-    def _admit(self, rid: str, prompts: list[PromptRequest]) -> set[str]:
+    def _admit(self, live: LiveRequest) -> set[str]:
         """All names of a request that may start."""
         if self.dead is not None:
             raise EngineDead(self.dead)
-        wanted = sum(prompt.n for prompt in prompts)
+        wanted = sum(prompt.n for prompt in live.prompts)
         if self.num_live + wanted > self.max_samples:
             raise QueueFull(
                 f"{self.num_live} requests are running or waiting and {wanted} more would exceed "
                 f"the limit of {self.max_samples}: try again later"
             )
-        return self._live.free_names(rid, prompts)
+        return self._live.free_names(live)
 
-    def _expire(self, live: LiveRequest, seconds: float) -> None:
-        message = f"the request did not end within {seconds:g} s (timeout, or --request-timeout)"
+    def _expire(self, live: LiveRequest) -> None:
+        limit = f"{live.timeout:g} s (timeout, or --request-timeout)"
+        message = f"the request did not end within {limit}"
         reason = FinishReason(kind="abort", message=message, failure=Failure.TIMEOUT)
         self._spawn(self._abort_all(live.samples, reason))
 
-    def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> Sample:
+    def _start(self, live: LiveRequest, prompt: Generate, i: int, seed: int) -> Sample:
         rid = prompt.sample_rid(i)
         # Clients may use a name again as soon as they have their answer, when the scheduler may
         # still have something to say about the first holder.
@@ -297,7 +293,7 @@ class TokenizerManager:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer(
-                prompt.token_ids, prompt.sampling.skip_special_tokens, prompt.kept_tokens
+                prompt.token_ids, prompt.sampling.skip_special_tokens, live.kept_tokens
             )
         sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
         sample.seed = seed

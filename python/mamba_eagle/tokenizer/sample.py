@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mamba_eagle.core import FinishReason, shown
-from mamba_eagle.message import Prompt, RequestOutput, StepTrace, StopAt, TokenLogprob
+from mamba_eagle.message import Generate, RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
-from mamba_eagle.tokenizer.errors import DuplicateRid
 from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
-
-
-class PromptRequest(Prompt, kw_only=True):
-    """One prompt as the HTTP side hands it over."""
-
-    seed: int | None = None  # None: a random one
-    n: int = 1
-    timeout: float = 0.0  # seconds from arrival to the end; 0: any
-    stops: StopStrings | None = None  # sampling.stop, if it is prepared already
-    kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
-
-    def sample_rid(self, i: int) -> str:
-        """The name of sample i of n."""
-        return self.rid if self.n == 1 else f"{self.rid}_{i}"
 
 
 class VersionSpan(NamedTuple):
@@ -45,7 +31,7 @@ class Sample:
     def __init__(
         self,
         request: LiveRequest,
-        prompt: PromptRequest,
+        prompt: Generate,
         rid: str,
         engine_rid: str,
         index: int,
@@ -76,7 +62,7 @@ class Sample:
         self.sent = False  # to the scheduler
         self.text = ""
         self._detokenizer = detokenizer
-        self._stops = StopFinder(prompt.stops or StopStrings(prompt.sampling.stop))
+        self._stops = StopFinder(request.stop_strings(prompt.sampling.stop))
 
     def take(self, output: RequestOutput) -> StopAt | None:
         """Adds an output; gives the message for the scheduler if a stop string became complete."""
@@ -173,12 +159,15 @@ class Sample:
 
 
 class LiveRequest:
-    """One HTTP request: all samples of all its prompts, and who waits for them."""
+    """One HTTP request: its prompts, once it has started all their samples, and who waits for
+    them."""
 
-    def __init__(self, rid: str, trace_parent: str = "") -> None:
-        """trace_parent: the caller's span, as its traceparent header names it."""
+    def __init__(self, rid: str, prompts: Sequence[Generate] = ()) -> None:
         self.rid = rid
-        self.trace_parent = trace_parent
+        self.prompts = prompts
+        self.timeout = 0.0  # seconds from arrival to the end; 0: any
+        self.kept_tokens: frozenset[int] = frozenset()  # special tokens that its texts keep
+        self.trace_parent = ""  # the caller's span, as its traceparent header names it
         self.samples: list[Sample] = []
         self.open = 0  # samples that have not ended
         self.arrival = time.time()
@@ -188,11 +177,31 @@ class LiveRequest:
         self.changed = asyncio.Event()
         self.news: dict[int, Sample] = {}  # by index: those with a change that no one looked at
         self.done = asyncio.Event()
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+
+    def stop_strings(self, strings: list[str]) -> StopStrings:
+        """Prepared; prompts with the same ones share them."""
+        key = tuple(strings)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(strings)
+        return self._stop_strings[key]
 
     def tell(self, sample: Sample) -> None:
         """The sample has a token more, or has ended."""
         self.news[sample.index] = sample
         self.changed.set()
+
+
+class EngineDead(RuntimeError):
+    """The engine is gone, or the server is being stopped."""
+
+
+class QueueFull(RuntimeError):
+    """More requests than the server holds at a time."""
+
+
+class DuplicateRid(ValueError):
+    """A live request has this name already."""
 
 
 class LiveSamples:
@@ -205,13 +214,13 @@ class LiveSamples:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def free_names(self, rid: str, prompts: list[PromptRequest]) -> set[str]:
+    def free_names(self, live: LiveRequest) -> set[str]:
         """All names of a request that may start.
 
         Raises: DuplicateRid if one of them is taken.
         """
-        names = {rid}
-        for prompt in prompts:
+        names = {live.rid}
+        for prompt in live.prompts:
             names.update((prompt.rid, *map(prompt.sample_rid, range(prompt.n))))
         if taken := names & self._names.keys():
             raise DuplicateRid(

@@ -77,3 +77,13 @@ def truncate(accepted: Accepted, stop_tokens: Tensor, remaining: Tensor) -> Trun
     stopped = (stops & (index < count.unsqueeze(1))).any(dim=1)
     finished = stopped | (count >= remaining)
     return Truncated(accepted.nodes, tokens.clamp(min=0), count, finished)
+
+
+def empty_truncated(b: int, max_depth: int, device: torch.device) -> Truncated:
+    """Uninitialized tensors for b paths of up to max_depth + 1 nodes, for kernels to write to."""
+    return Truncated(
+        torch.empty(b, max_depth + 1, dtype=torch.int64, device=device),
+        torch.empty(b, max_depth + 1, dtype=torch.int64, device=device),
+        torch.empty(b, dtype=torch.int64, device=device),
+        torch.empty(b, dtype=torch.bool, device=device),
+    )

@@ -2,16 +2,16 @@
 
 Shapes: b requests, T tree nodes including the root, k = topk lanes, C candidates.
 
-Nothing here but ``doubts`` waits for the device.
+Nothing here but ``doubts`` and ``likely_nodes`` waits for the device.
 """
 
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
@@ -24,12 +24,15 @@ class Frontier(NamedTuple):
     scores: Tensor  # [b, k] float32; cumulative log-probability
 
 
-def kept_nodes(shape: TreeShape, depth: int, doubted: bool) -> int:
-    """Nodes of trees that were grown to ``depth``; doubted: the last one is left out, unless it is
-    the only one."""
-    if not doubted:
-        return shape.nodes
-    return min(shape.nodes, max(depth, 2))
+def likely_nodes(scores: np.ndarray, least: float, nodes: int) -> int:
+    """How many of ``nodes`` to keep, the root included and at least two: those whose rank among a
+    request's candidates is accepted with a probability of ``least``, on average over requests, by
+    the drafter's own scores [b, C]."""
+    if least <= 0:
+        return nodes
+    ranked = np.sort(-scores, axis=1)[:, 1:nodes]
+    likely = np.exp(-ranked.astype(np.float64)).mean(axis=0)
+    return max(2, 1 + int((likely >= least).sum()))
 
 
 class Candidates:
@@ -78,19 +81,18 @@ class Candidates:
         self._depth += 1
         return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
 
-    @property
-    def depth(self) -> int:
-        """How many depths were added."""
-        return self._depth
-
     def doubts(self, probability: float) -> bool:
-        """Whether chains should end before the depth that was added last: by the drafter's own
-        scores, fewer than ``probability`` of them would be accepted up to there, on average. Waits
-        for the device."""
-        if self.topk != 1 or probability <= 0:
+        """Whether trees should end before the depth that was added last: by the drafter's own
+        scores, fewer than ``probability`` of them would be accepted up to there, on average."""
+        if probability <= 0:
             return False
-        likely = self._frontier_scores.double().exp().sum()
+        likely = self._frontier_scores[:, 0].double().exp().sum()
         return bool(likely < probability * len(self.roots))
+
+    def likely_nodes(self, probability: float, nodes: int) -> int:
+        if probability <= 0:
+            return nodes
+        return likely_nodes(torch.cat(self._scores, dim=1).numpy(force=True), probability, nodes)
 
     def select(self, num_nodes: int) -> Tree:
         """The root and the best ``num_nodes - 1`` candidates, by depth, then by score.

@@ -22,6 +22,8 @@ WRONG = [
     ("--shutdown-timeout", "-1", "must be 0 seconds or more"),
     ("--watchdog-timeout", "0.5", "must be 2 seconds or more"),
     ("--cors-origins", "example.com", "must be auto, off, * or origins"),
+    ("--model-path", f"/{'x' * 300}", "File name too long"),
+    ("--tokenizer-path", "~no-such-user/model", "home directory"),
 ]
 
 

@@ -52,7 +52,7 @@ def test_the_trace_tells_the_output(client: httpx.Client, temperature: float) ->
 def test_explain_gives_the_same_with_a_server_and_without(
     start_server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree = ("--speculative-eagle-topk", "2")
+    tree = ("--speculative-eagle-topk", "2", "--speculative-draft-p-min", "0")
     server = start_server("--no-speculative-adaptive", *tree)  # the same steps each time
 
     def explained(*arguments: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from running_server import RunningServer
@@ -82,6 +83,8 @@ def test_library_file_and_server_give_the_same_texts(
     assert "line 4 is not JSON" in replies["line-4"]["error"]["message"]
     assert '"/v2"' in replies["no"]["error"]["message"]
     assert replies["bad"]["response"]["status_code"] == 400
+    with pytest.raises(ConfigError, match="in.jsonl: line 1 is not a reply: name a new file"):
+        run_batch.read_done(str(source))
 
 
 def _as_call(body: dict[str, Any]) -> dict[str, Any]:
@@ -187,10 +190,21 @@ def test_scores_are_the_models_own(engine: Engine) -> None:
     assert scores[0] > scores[1] > scores[2]
 
 
+def test_numbers_may_be_numpys(engine: Engine) -> None:
+    plain, own = [[5, 6], [7, 8]], {"max_new_tokens": 4, "temperature": 0}
+    given = engine.generate(input_ids=np.array(plain), sampling_params={**own, "n": np.int64(1)})
+    expected = engine.generate(input_ids=plain, sampling_params=own)
+    assert [one["output_ids"] for one in given] == [one["output_ids"] for one in expected]
+
+
 def test_errors_are_those_of_the_server(engine: Engine) -> None:
     with pytest.raises(EngineError, match="temperature = -1.0") as refused:
         engine.generate("x", {"temperature": -1})
     assert refused.value.status == 400
+    with pytest.raises(EngineError, match="temperature = NaN"):
+        engine.generate("x", {"temperature": float("nan")})
+    with pytest.raises(TypeError, match="JSON values, arrays and tensors, not <class 'object'>"):
+        engine.generate("x", {"temperature": object()})
     with pytest.raises(EngineError, match="use stream"):
         engine.generate("x", stream=True)
     with pytest.raises(EngineError, match="max_new_tokens"):

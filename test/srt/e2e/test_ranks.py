@@ -18,7 +18,7 @@ from running_server import PATIENCE, RunningServer, assert_end, need_weights
 from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
 

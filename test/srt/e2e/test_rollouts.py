@@ -124,6 +124,7 @@ def test_a_folder_that_is_no_checkpoint_of_this_model_is_refused(
         pickled: "can run code",
         larger: "another model",
         tmp_path / "absent": "no such folder",
+        tmp_path / ("x" * 300): "File name too long",
         EMBEDDED_DRAFTERS["EAGLE"]: "another model",
     }
     for folder, reason in reasons.items():

@@ -101,6 +101,7 @@ def test_trl(trainer: httpx.Client) -> None:
         "prompt": [IDS, IDS[:2]],
         "n": 2,
         "max_tokens": 8,
+        "ignore_eos": True,  # not TRL's: a sample may end before
         "temperature": 1.0,
         "logprobs": 0,
         "return_token_ids": True,
@@ -110,8 +111,7 @@ def test_trl(trainer: httpx.Client) -> None:
     assert [choice["prompt_token_ids"] for choice in choices] == [IDS, IDS, IDS[:2], IDS[:2]]
     for choice in choices:
         named = [f"token_id:{token}" for token in choice["token_ids"]]
-        assert choice["logprobs"]["tokens"] == named
-        assert len(named) == 8 or (named and choice["finish_reason"] == "stop")
+        assert choice["logprobs"]["tokens"] == named and len(named) == 8
     send(trainer, "/reset_prefix_cache")
     group = {"master_address": "localhost", "master_port": 1, "world_size": 2, "timeout": 0.5}
     answer = trainer.post("/init_weight_transfer_engine", json={"init_info": group})

@@ -284,7 +284,7 @@ def test_what_has_other_bits_is_refused() -> None:
 
 KINDS = [
     ((40, 8, 128), torch.bfloat16),
-    ((8, 2, 256), torch.bfloat16),
+    ((24, 4, 256), torch.bfloat16),
     ((16, 8, 64), torch.bfloat16),
     ((32, 2, 128), torch.float16),
     ((8, 8, 80), torch.float32),

@@ -25,9 +25,7 @@ from mamba_eagle.cpu.ops import rms_norm as rms_cpu
 from mamba_eagle.kernels.gated_norm import naive as gated_naive
 from mamba_eagle.kernels.gated_norm import torch as gated_torch
 from mamba_eagle.kernels.relu_squared import naive as relu_naive
-from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm import naive as rms_naive
-from mamba_eagle.kernels.rms_norm import torch as rms_torch
 from mamba_eagle.kernels.rotary import naive as rotary_naive
 from mamba_eagle.kernels.rotary.torch import rotate
 from mamba_eagle.layers.ops import HeadNorms, LayerOps
@@ -74,7 +72,7 @@ NORMS = {
 
 def rms_norm(form: str, x: Tensor, weight: Tensor) -> Tensor:
     if form == "torch":
-        return rms_torch.rms_norm(x, weight, EPS)
+        return LayerOps().rms_norm(x, weight, EPS)
     if form == "cpu":
         found = torch.empty_like(x)
         rms_cpu.rms_norm(x.contiguous().numpy(), weight.numpy(), EPS, found.numpy())
@@ -179,7 +177,7 @@ def test_relu_squared(form: str, size: int, dtype: torch.dtype) -> None:
         x[:4] = torch.tensor([0.0, -0.0, -1e4, 200.0])
     exact = relu_naive.relu_squared(x)
     if form == "torch":
-        found = relu_squared(x)
+        found = LayerOps().relu_squared(x)
     else:
         from mamba_eagle.kernels.relu_squared import triton
 

@@ -16,7 +16,7 @@ from mamba_eagle.backend.place import Cuda
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv, prompt_steps
-from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.prefill_plan import Prompt, Room, prefill_plan
 from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
@@ -206,6 +206,28 @@ def test_the_convolution_equals_a_loop(case: ConvCase) -> None:
 @pytest.mark.parametrize("case", CONV_GPU_CASES)
 def test_the_convolution_equals_a_loop_at_real_sizes(case: ConvCase) -> None:
     check_conv(case)
+
+
+@runs_kernels
+def test_what_fills_up_a_captured_pass_changes_nothing() -> None:
+    """Tokens behind the prompts, and rows of tables: no bit of a prompt is another one."""
+    draw, (H, P, G, N), n = Draw(0), ONE_HEAD, 47
+    conv_dim = H * P + 2 * G * N
+    taps = (draw.normal(4, conv_dim), draw.normal(conv_dim), draw.normal(H), draw.decay_rates(H))
+    weights = to_device(ConvWeights(*taps, (0.0, float("inf"))))
+    xbc, raw = draw.normal(64, conv_dim).to(DEVICE), draw.normal(64, H).to(DEVICE)
+    xbc[n:], raw[n:] = float("nan"), float("nan")
+    pools = draw.normal(SLOTS, 3, conv_dim).to(DEVICE), draw.normal(SLOTS, H, P, N).to(DEVICE)
+    filled = prefill_plan(PROMPTS, ON_DEVICE, room=Room(7, 16, 10))._replace(tokens=64)
+    assert [len(table) for table in filled[:3]] == [7, 16, 10]
+    found = []
+    for plan in (prefill_plan(PROMPTS, ON_DEVICE), filled):
+        history, state = (pool.clone() for pool in pools)
+        given = (xbc[: plan.tokens], raw[: plan.tokens], weights, history, plan, ONE_HEAD)
+        x, dt, B, C = prefill_conv(*given)
+        y = scan(x, dt, weights.A, B, C, weights.dt_bias, state, plan)
+        found.append((y[:n], history, state))
+    assert all(torch.equal(*both) for both in zip(*found))
 
 
 @runs_kernels

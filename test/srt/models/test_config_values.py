@@ -13,7 +13,7 @@ import torch
 from peer_models import PEERS, make_peer
 
 from mamba_eagle.model_config import UnsupportedModel
-from mamba_eagle.models.config_values import KIND_OF
+from mamba_eagle.models.config_json import KIND_OF
 from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 FAMILIES = ("nemotron-3-super", "mamba2", "bamba", "granite", "falcon-h1", "zamba2", "llama")

@@ -18,7 +18,7 @@ from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[k % VOCAB for k in range(i, 4 * i)] for i in (15, 5, 19, 15, 15)]
@@ -41,7 +41,7 @@ def test_states_are_those_of_transformers(drafts: str, tmp_path: Path) -> None:
     for i, ids in enumerate(PROMPTS):
         sampling = SamplingParams(max_new_tokens=24 if i != 3 else 0, ignore_eos=True, seed=i)
         asked = {"token_ids": ids, "sampling": sampling, "return_hidden_states": i != 1}
-        prompt = PromptRequest(rid=str(i), **asked)
+        prompt = Generate(rid=str(i), **asked)
         samples.append(Sample(LiveRequest(str(i)), prompt, str(i), str(i), i, None))
         assert not engine.add(Generate(rid=str(i), **asked))
     while not engine.idle:

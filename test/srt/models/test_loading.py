@@ -224,6 +224,15 @@ def test_a_description_that_is_no_json_object_is_named(
         read_model_config(folder)
 
 
+def test_weights_that_may_not_be_read_are_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests' user may be root
+    with pytest.raises(CheckpointError, match="may not read .*model.safetensors: change mode"):
+        loader.stored_tensors(tmp_path)
+
+
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     _, folder = saved("mamba2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -23,7 +23,7 @@ from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[k % VOCAB for k in range(i, 4 * i)] for i in (15, 5, 19, 15, 15)]
@@ -42,7 +42,7 @@ def served(engine: OfflineEngine) -> tuple[list[Sample], int]:
     for i, ids in enumerate(PROMPTS):
         sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=i)
         asked = {"token_ids": ids, "sampling": sampling, "return_routed_experts": i != 1}
-        prompt = PromptRequest(rid=str(i), **asked)
+        prompt = Generate(rid=str(i), **asked)
         samples.append(Sample(LiveRequest(str(i)), prompt, str(i), str(i), i, None))
         assert not engine.add(Generate(rid=str(i), **asked))
     retracted = 0

@@ -25,7 +25,7 @@ from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config, read_model_config
-from mamba_eagle.train.initial_weights import initialize
+from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.trainer import make_optimizer
 
 LENGTH = 96

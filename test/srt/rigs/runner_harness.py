@@ -20,7 +20,7 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.drafting.block_drafter import BlockDrafter
+from mamba_eagle.drafting.dflash import BlockDrafter
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
@@ -104,6 +104,7 @@ SETTINGS = {
     "chain": Settings(topk=1, steps=4, nodes=5),
     "chain-snapshot": Settings("EAGLE", "snapshot", topk=1, steps=4, nodes=5),
     "chain-doubting": DOUBTING,
+    "tree-doubting": DOUBTING._replace(topk=2, nodes=8),
     "star": Settings(topk=5, steps=1, nodes=6),
     "large-tree": Settings(topk=6, steps=7, nodes=40),
     "none-torch": PLAIN._replace(fused=False),

@@ -41,6 +41,10 @@ def test_settings_stand_for_flags_in_front(tmp_path: Path) -> None:
     ]
     assert flags(tmp_path, "")[:1] == ["--config"]
     assert with_config_file(["--port", "1"], ServerConfig) == ["--port", "1"]
+    file = str(tmp_path / "server.yaml")
+    (tmp_path / "server.yaml").write_text("port: 31000")
+    for given in (["--conf", file], [f"--confi={file}"]):
+        assert with_config_file(given, ServerConfig) == ["--port=31000", *given]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ def test_tests_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_that_a_page_names_exist(page):
+    rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    named = re.findall(rf"`((?:{rooms})/[\w/.-]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", CODE_BLOCK.sub("", page.read_text())):

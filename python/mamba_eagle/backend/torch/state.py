@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, row_parts
 from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -21,9 +21,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
-from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.stateless import StatelessScheme
-from mamba_eagle.backend.torch.accept import empty_truncated
+from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.deferred import TritonDeferred
@@ -49,8 +47,8 @@ from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_noisy.triton import best_of_blocks, top_noisy
 from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
-from mamba_eagle.model_config import RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates, Frontier
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
@@ -181,7 +179,7 @@ class TritonBackend(Backend):
         if config is None:
             return StatelessScheme(table, pool, pack=pack_paths)
         if mode == "deferred" and delta_supported(config):
-            return TritonDelta(config, size, table, pool)
+            return self.delta_rows(config)(config, size, table, pool)
         if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
         return self.schemes[mode](config, size, table, pool)
@@ -206,9 +204,15 @@ class TritonBackend(Backend):
             return super().prefill_context(parts, pool, kv, slot_table, recurrence)
         given = (parts, pool, self.prompt_attention(kv, slot_table, parts), self.place)
         if delta_supported(recurrence):
-            scan = TorchScan() if recurrence.channel_decay else self._delta_scan
-            return DeltaPrefillContext(*given, scan)
+            return self.delta_prompts(recurrence)(*given)
         return self.prompts(*given)
+
+    def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
+        return TritonDelta
+
+    def delta_prompts(self, config: DeltaConfig) -> Callable[..., PrefillContext]:
+        scan = TorchScan() if config.channel_decay else self._delta_scan
+        return partial(DeltaPrefillContext, scan=scan)
 
     @cached_property
     def _delta_scan(self) -> DeltaScan:

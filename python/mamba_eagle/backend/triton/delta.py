@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
@@ -36,6 +38,8 @@ class TritonDelta(TritonRows):
     """Folds are one launch at the start of a step: states are written once for all layers, and
     verified after that."""
 
+    kernel: Callable[..., Tensor] = staticmethod(tree_verify)
+
     def __init__(
         self, config: DeltaConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
@@ -53,7 +57,7 @@ class TritonDelta(TritonRows):
         gates = gates_of(layer, raw)
         convolved = conv_nodes(channels, *layer.taps(), self.rows.conv_in[i], layout)
         state = self.pool.ssm[i]
-        return tree_verify(rows, gates, convolved, state, layout, self.sizes, L2_EPS)
+        return self.kernel(rows, gates, convolved, state, layout, self.sizes, L2_EPS)
 
     def _fold(self, folds: Folds) -> None:
         fold_journals(self.recurrence, self.pool.ssm, folds, self.sizes, L2_EPS)

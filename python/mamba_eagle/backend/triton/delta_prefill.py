@@ -181,6 +181,9 @@ class DeltaPrefillContext(PlannedPrefill):
         rows, _, slots = self.place.to_device(list(zip(*saves)))
         return Saves(rows, slots, keys)
 
+    def fixed(self, tokens: int, requests: int) -> None:
+        return None  # the host divides each prompt among waves
+
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         assert isinstance(layer, DeltaRule)
         pool, i = self.pool, layer.index

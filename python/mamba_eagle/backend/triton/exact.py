@@ -22,7 +22,7 @@ from mamba_eagle.kernels.causal_conv.triton_prefill import (
     prefill_conv,
     prompt_steps,
 )
-from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.prefill_plan import PrefillPlan, Prompt, prefill_plan
 from mamba_eagle.kernels.recurrence.gluon_fold import fold_journals
 from mamba_eagle.kernels.recurrence.gluon_prompts import scan
 from mamba_eagle.kernels.recurrence.gluon_verify import tree_verify
@@ -73,12 +73,10 @@ class ExactPrefillContext(PlannedPrefill):
 class ExactJournals(SavedJournals):
     """A replay is a prompt whose step sizes are known."""
 
-    mixers: list[Mamba2Mixer]  # type: ignore[assignment]
-
     def write(self, layer: Any, places: Places, channels: Tensor, raw: Tensor) -> None:
-        at, weights = (layer.index, places.slots, places.rows), conv_weights(layer)
+        at = (layer.index, places.slots, places.rows)
         self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
-        self.gates[at] = prompt_steps(raw[places.tokens], weights.dt_bias, weights.step_limit)
+        self.gates[at] = self._gates(layer, raw[places.tokens])
 
     def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
         count = part.end - part.start
@@ -86,10 +84,19 @@ class ExactJournals(SavedJournals):
         prompt = Prompt(0, count, state_slot, ((count, state_slot),))
         plan = prefill_plan([prompt], self.place.to_device)
         for i, mixer in enumerate(self.mixers):
-            (H, P, G, N), weights = sizes_of(mixer.config), conv_weights(mixer)
-            raw, history = self.conv_in[i, part.slot][rows], self.pool.conv[i]
-            out = conv_prompts(raw, weights.conv_weight, weights.conv_bias, history, plan)
-            x, B, C = out.split([H * P, G * N, G * N], dim=1)
-            x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
-            skip, state = skip_weights(mixer), self.pool.ssm[i]
-            scan(x, self.gates[i, part.slot][rows], weights.A, B, C, skip, state, plan)
+            raw, gates = self.conv_in[i, part.slot][rows], self.gates[i, part.slot][rows]
+            self._scan(mixer, raw, gates, plan)
+
+    def _gates(self, layer: Any, raw: Tensor) -> Tensor:
+        """With the bits of those that prompts and trees make."""
+        weights = conv_weights(layer)
+        return prompt_steps(raw, weights.dt_bias, weights.step_limit)
+
+    def _scan(self, layer: Any, channels: Tensor, gates: Tensor, plan: PrefillPlan) -> None:
+        """From and to the layer's state slots."""
+        (H, P, G, N), weights = sizes_of(layer.config), conv_weights(layer)
+        history, state = self.pool.conv[layer.index], self.pool.ssm[layer.index]
+        out = conv_prompts(channels, weights.conv_weight, weights.conv_bias, history, plan)
+        x, B, C = out.split([H * P, G * N, G * N], dim=1)
+        x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+        scan(x, gates, weights.A, B, C, skip_weights(layer), state, plan)

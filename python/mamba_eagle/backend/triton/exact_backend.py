@@ -4,7 +4,7 @@ What is replaced is what adds up in an order that depends on what else runs: pro
 the recurrence. All else works row by row. Drafters only guess, so what they compute may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,20 +13,27 @@ from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillPart
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
+from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
+from mamba_eagle.backend.triton.exact_delta import (
+    ExactDeltaJournals,
+    ExactDeltaPrefill,
+    ExactDeltaRows,
+    exact_delta_supported,
+)
 from mamba_eagle.backend.triton.exact_products import ExactOps
 from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import DeltaConfig, ModelConfig
 
 
 class ExactBackend(TritonBackend):
-    """For models whose recurrent layers are Mamba2's, with states in float32."""
+    """For models with recurrent layers of Mamba2 or gated DeltaNet, with states in float32."""
 
     schemes: dict[str, Scheme] = {"deferred": ExactRows}
     prompts = ExactPrefillContext
@@ -42,9 +49,11 @@ class ExactBackend(TritonBackend):
     def inexact(self, model: ModelConfig) -> list[str]:
         recurrence, attention = model.recurrence, model.attention
         groups = getattr(recurrence, "norm_groups", None)
+        known = (
+            recurrence is None or sizes_supported(recurrence) or exact_delta_supported(recurrence)
+        )
         wrong = {
-            "recurrent layers that are not Mamba2's, or of odd sizes": recurrence is not None
-            and not sizes_supported(recurrence),
+            "recurrent layers other than Mamba2's and gated DeltaNet's, or of odd sizes": not known,
             "latent attention": attention is not None and attention.latent is not None,
             "experts in groups": model.moe is not None and model.moe.num_groups > 1,
             "norms that ranks share": groups is not None,
@@ -55,6 +64,12 @@ class ExactBackend(TritonBackend):
             for what, has in wrong.items()
             if has
         ]
+
+    def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
+        return ExactDeltaRows if exact_delta_supported(config) else super().delta_rows(config)
+
+    def delta_prompts(self, config: DeltaConfig) -> Callable[..., PrefillContext]:
+        return ExactDeltaPrefill if exact_delta_supported(config) else super().delta_prompts(config)
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         return ExactTreeAttention(pool, nodes) if pool.num_layers else None
@@ -75,6 +90,8 @@ class ExactBackend(TritonBackend):
         table: RequestTable,
     ) -> SavedJournals:
         kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
+        if mixers and exact_delta_supported(mixers[0].config):
+            kind = ExactDeltaJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:

@@ -6,8 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.cache.node import as_tokens, salt_number
-from mamba_eagle.cache.tiers.disk_log import SUM_BYTES, Labels, live
-from mamba_eagle.cache.tiers.export_file import ExportFile, TornFile, read_export
+from mamba_eagle.cache.tiers.disk_log import (
+    SUM_BYTES,
+    ExportFile,
+    Labels,
+    TornFile,
+    live,
+    read_export,
+)
 from mamba_eagle.cache.tiers.passage import FromDevice, Load, Passage
 from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.message import ExportPrefix, ImportPrefix, PrefixMoved, TierCopy, TierSizes

@@ -18,7 +18,7 @@ def inverse_rms(row, eps):
 
 @exactly
 def rms_norm(x, weight, eps, out):
-    """As torch.py's rms_norm; x, out [n, size], weight [size]."""
+    """As ``LayerOps.rms_norm``; x, out [n, size], weight [size]."""
     n, size = x.shape
     for r in range(n):
         row, normed = x[r], out[r]

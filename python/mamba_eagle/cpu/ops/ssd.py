@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _block_of, _pass, _room
 from mamba_eagle.cpu.threads import threaded
+from mamba_eagle.cpu.vector_math import copy_row
 from mamba_eagle.cpu.vectors.states import AFTER
 from mamba_eagle.machine_code import kernel, prange
 
@@ -39,16 +40,18 @@ def scan_head(task, xBC, dt, decay, D, state, requests, segments, y):
     r, h = task // H, task % H
     S = np.zeros((P, N), np.float32)
     if requests[r, 2] >= 0:
-        S[:] = state[requests[r, 2], h]
+        for p in range(P):
+            copy_row(state[requests[r, 2], h, p], S[p])
     for s in range(requests[r, 0], requests[r, 1]):
         _walk(h, xBC, dt, decay, D, S, segments[s, 0], segments[s, 1], y)
         if segments[s, 2] >= 0:
-            state[segments[s, 2], h] = S
+            for p in range(P):
+                copy_row(S[p], state[segments[s, 2], h, p])
 
 
 @threaded
 def scan(xBC, dt, decay, D, state, requests, segments, y):
-    """torch.py's scan_prompts, from and to state slots.
+    """naive.py's scan_prompts, from and to state slots.
 
     xBC [n, H*P + 2*G*N] after the convolution; dt, decay [n, H]: after softplus, and exp(dt A); D
     [H]; state [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan. Out: y [n,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mamba_eagle.cpu.vector_math import copy_row
 from mamba_eagle.machine_code import kernel
 
 
@@ -19,7 +20,7 @@ def mask_logits(logits, rows, masks, out):
             if bits == 0:
                 target[first:last] = forbidden
             elif bits == -1:
-                target[first:last] = source[first:last]
+                copy_row(source[first:last], target[first:last])
             else:
                 for token in range(first, last):
                     allowed = (bits >> np.int32(token - first)) & np.int32(1)

@@ -9,7 +9,7 @@ and its ancestors through parent indices; a row of a block knows what it sees by
 import numpy as np
 
 from mamba_eagle.cpu.threads import threaded
-from mamba_eagle.cpu.vector_math import ONE, ZERO, exp
+from mamba_eagle.cpu.vector_math import ONE, ZERO, copy_row, exp
 from mamba_eagle.cpu.vectors.sums import (
     COLUMNS,
     LANES,
@@ -149,10 +149,10 @@ def _gathered(r, kv_head, new, pool, sequences, own, begin):
     for j in range(seen + E, len(table)):
         table[j] = own[r, 0]
     for i in range(T):
-        pool_k[own[r, E - T + i], kv_head] = k[first + i, kv_head]
-        pool_v[own[r, E - T + i], kv_head] = v[first + i, kv_head]
+        copy_row(k[first + i, kv_head], pool_k[own[r, E - T + i], kv_head])
+        copy_row(v[first + i, kv_head], pool_v[own[r, E - T + i], kv_head])
         for h in range(group):
-            queries[i * group + h] = q[first + i, before + h]
+            copy_row(q[first + i, before + h], queries[i * group + h])
     return queries, table, np.zeros((T * group, len(table)), np.float32)
 
 
@@ -165,7 +165,7 @@ def _read(r, kv_head, weights, pool_v, table, keys, out):
     _values(weights, pool_v, kv_head, table, keys, result)
     for i in range(T):
         for h in range(group):
-            out[r * T + i, kv_head * group + h] = result[i * group + h]
+            copy_row(result[i * group + h], out[r * T + i, kv_head * group + h])
 
 
 @kernel

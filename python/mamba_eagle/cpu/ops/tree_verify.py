@@ -27,7 +27,7 @@ import numpy as np
 from mamba_eagle.cpu.ops.causal_conv import convolve_row
 from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
-from mamba_eagle.cpu.vector_math import ONE, softplus
+from mamba_eagle.cpu.vector_math import ONE, copy_row, softplus
 from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas
 from mamba_eagle.cpu.vectors.memory import places
 from mamba_eagle.cpu.vectors.states import (
@@ -120,17 +120,14 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
     for i in range(T):
         row = slot_rows[i]
         rows[length + i] = row
-        raw, own_inputs = xbc[first + i], inputs[history + row]
-        for c in range(raw.shape[0]):
-            own_inputs[c] = raw[c]
+        copy_row(xbc[first + i], inputs[history + row])
         _convolve(convolved, conv, inputs, slot_rows, above, nodes.tail[r], i)
         own, C = xB[slot, row], seen.C[r, i]
         if is_delta:
             arrange(convolved, N, own, C.reshape(G * N))
             delta_gates(dt_raw[first + i], heads, high, dt[slot, row], decay[slot, row])
             continue
-        for c in range(width):
-            own[c] = convolved[c]
+        copy_row(convolved, own)
         for g in range(G):
             for n in range(N):
                 C[g, n] = convolved[width + g * N + n]
@@ -314,8 +311,7 @@ def _enter_again(k, raw, parents, tail, steps, weights, inputs, N):
             decay[k, h] = decay_of(steps[h], ONE)
         arrange(convolved, N, own, np.empty((len(convolved) - own.shape[0]), np.float32))
         return
-    for c in range(own.shape[0]):
-        own[c] = convolved[c]
+    copy_row(convolved, own)
     for h in range(H):
         dt[k, h], decay[k, h] = steps[h], decay_of(steps[h], rates[h])
 
@@ -346,10 +342,7 @@ def replay(first, count, weights, conv_in, dt, history, state):
     raw, parents = np.empty((before + count, C), np.float32), np.arange(count) - 1
     rows, tail = np.arange(count), np.arange(before)
     for k in range(before + count):
-        source = history[k] if k < before else conv_in[(first + k - before) % size]
-        kept = raw[k]
-        for c in range(C):
-            kept[c] = source[c]
+        copy_row(history[k] if k < before else conv_in[(first + k - before) % size], raw[k])
     G = (C - H * P) // (2 * N)
     inputs = Rows(
         np.empty((count, H * P + G * N), np.float32),
@@ -363,9 +356,7 @@ def replay(first, count, weights, conv_in, dt, history, state):
     for h in prange(H):
         _replay_head(state[h], h, inputs, rows, y, G)
     for k in range(before):
-        kept, source = history[k], raw[count + k]
-        for c in range(C):
-            kept[c] = source[c]
+        copy_row(raw[count + k], history[k])
 
 
 # ── between the layers' passes: indices, and the rows of all layers at once ──
@@ -412,7 +403,7 @@ def move_history(slots, lengths, path, history, conv_in):
             for k in range(history):
                 place = path[slots[f], lengths[f] + k]
                 if place != k:
-                    inputs[k] = inputs[place]
+                    copy_row(inputs[place], inputs[k])
 
 
 @kernel
@@ -427,9 +418,7 @@ def empty_journals(slots, lengths, state_slot, path, journal_len, history, conv_
         length, slot = lengths[f], slots[f]
         if length > 0:
             row = path[slot, history + length - 1] - history
-            source, target = feature[slot, row], kept[state_slot[slot]]
-            for c in range(target.shape[0]):
-                target[c] = source[c]
+            copy_row(feature[slot, row], kept[state_slot[slot]])
             move_history(slots[f : f + 1], lengths[f : f + 1], path, history, conv_in)
             journal_len[slot] = 0
 
@@ -464,7 +453,7 @@ def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_le
             node = nodes[r, k]
             row = rows[r, node]
             path[slot, end + k] = row + history
-            feature[slot, row] = hidden[r * rows.shape[1] + node]
+            copy_row(hidden[r * rows.shape[1] + node], feature[slot, row])
         journal_len[slot] += count[r]
 
 
@@ -491,13 +480,7 @@ def keep_rows(
         for k in range(count[r]):
             place = path[slot, first + k]
             row = (processed[slot] - count[r] + k) % feature.shape[1]
-            source, target = features[r, nodes[r, k]], feature[journal, row]
-            for c in range(target.shape[0]):
-                target[c] = source[c]
+            copy_row(features[r, nodes[r, k]], feature[journal, row])
             for layer in range(conv_in.shape[0]):
-                source, target = own_conv_in[layer, slot, place], conv_in[layer, journal, row]
-                for c in range(target.shape[0]):
-                    target[c] = source[c]
-                source, target = own_dt[layer, slot, place - history], dt[layer, journal, row]
-                for h in range(target.shape[0]):
-                    target[h] = source[h]
+                copy_row(own_conv_in[layer, slot, place], conv_in[layer, journal, row])
+                copy_row(own_dt[layer, slot, place - history], dt[layer, journal, row])

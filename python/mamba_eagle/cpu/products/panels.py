@@ -16,17 +16,7 @@ from torch import Tensor
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import PAIR, place_in_pairs, transpose
 from mamba_eagle.cpu.span_kernels import Call, vector_kernel
-from mamba_eagle.cpu.vectors.code import (
-    F32,
-    HALF,
-    I16,
-    I32,
-    I64,
-    LANES,
-    Code,
-    has,
-    vector_code,
-)
+from mamba_eagle.cpu.vectors.code import F32, HALF, I16, I32, I64, LANES, Code, has, vector_code
 
 BLOCKS = 4  # of outputs, per panel
 PANEL = BLOCKS * LANES

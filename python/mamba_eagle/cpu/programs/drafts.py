@@ -22,14 +22,15 @@ from torch import Tensor
 from mamba_eagle.backend.programs import DraftPools, Network
 from mamba_eagle.core import TreeShape
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.drafting import room_for_trees
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import Builder, residuals_of
+from mamba_eagle.cpu.programs.layers import Builder, normed_by, residuals_of
 from mamba_eagle.cpu.programs.products import is_called, multiplies, width_of
 from mamba_eagle.cpu.spans import drafts as spans
 from mamba_eagle.cpu.team import Series
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.tree.candidates import kept_nodes
+from mamba_eagle.tree.candidates import likely_nodes
 from mamba_eagle.tree.tree import Tree
 
 NS_PER_LOGIT = 1  # that finding the best of them takes
@@ -118,10 +119,10 @@ class DraftProgram:
 
     def _output_calls(self, head: Network, topk: int) -> list[Call]:
         """From the rows of the stream that are wanted to the next lanes."""
-        build, size, norm = self.builder, head.norm.weight.shape[0], head.norm
+        build, size = self.builder, head.norm.weight.shape[0]
         before = len(build.calls)
-        normed = self._shared(spans.OUTPUTS, abi.Outputs(size=size, eps=norm.eps), size)
-        normed.keep(weight=norm.weight.detach().float().contiguous().numpy())
+        normed = self._shared(spans.OUTPUTS, abi.Outputs(size=size), size)
+        normed_by(normed, head.norm)
         normed.lies(out="outputs")
         build.scratch.want("outputs", size * 4)
         build.rounded(normed, head.logits)
@@ -162,6 +163,8 @@ class DraftProgram:
         at = self._indices.ctypes.data
         for name, each in room.items():
             setattr(drafts, name, at)
+            if name == "all_scores":
+                self._scores = self._indices[(at - self._indices.ctypes.data) // 8 :]
             at += requests * each * 8
 
     def _place(self, rows: int) -> None:
@@ -170,6 +173,12 @@ class DraftProgram:
             call.place(self.scratch)
         self.frame.stream, self.drafts.outputs = map(self.scratch.at, ("stream", "outputs"))
         self.drafts.best, self.drafts.log_probs = map(self.scratch.at, ("best", "log_probs"))
+
+    def _kept(self, nodes: int) -> int:
+        drafts, least = self.drafts, float(self.pools.min_probability[0])
+        b, candidates = drafts.requests, drafts.candidates
+        scores = self._scores.view(np.float32)[: b * candidates].reshape(b, candidates)
+        return likely_nodes(scores[:, : drafts.seen], least, nodes)
 
     # ── a step ──
 
@@ -185,16 +194,9 @@ class DraftProgram:
         self.root.prepare(b, b, b)
         self.lanes.prepare(b * topk, b, b)
         self.depths.run(1 + shape.depth)
-        drafts.nodes = nodes = kept_nodes(shape, drafts.depth, bool(drafts.doubts))
+        drafts.nodes = nodes = self._kept(shape.nodes)
         tree = room_for_trees(b, nodes)
         drafts.tree_tokens, drafts.tree_parents, drafts.tree_depths = map(Tensor.data_ptr, tree[:3])
         drafts.tree_ancestors, drafts.tree_scores = map(Tensor.data_ptr, tree[3:])
         self.select.run(1, 1, 1)
         return tree
-
-
-def room_for_trees(b: int, nodes: int) -> Tree:
-    """Trees that are yet to be written."""
-    tokens, parents, depths = torch.empty(3, b, nodes, dtype=torch.int64).unbind()
-    ancestors = torch.empty(b, nodes, nodes, dtype=torch.bool)
-    return Tree(tokens, parents, depths, ancestors, torch.empty(b, nodes))

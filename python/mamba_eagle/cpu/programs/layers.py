@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.attention import CpuLanes, CpuTreeAttention
-from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.span_kernels import SpanKernel
@@ -29,15 +28,12 @@ from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
-from mamba_eagle.layers.gated_attention import GatedAttention
-from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
-from mamba_eagle.layers.rotary import RotaryAttention
-from mamba_eagle.layers.whole_norms import WholeNormAttention
+from mamba_eagle.layers.rotary import GatedAttention, RotaryAttention, WholeNormAttention
 
 ATTENTIONS = (Attention, RotaryAttention, GatedAttention, WholeNormAttention)
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
@@ -221,17 +217,11 @@ class Builder(Calls):
 
     def recurrence(self, call: Call, mixer: Mixer, columns: Columns | None) -> None:
         """columns: None of a fold, which reads none."""
-        c, own = mixer.config, call.block
-        weights = layer_weights(mixer)
-        buffers: cpu.Buffers = self.scheme.buffers_of(mixer.index)
-        conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
-        call.keep(conv=conv, heads=heads, **buffers._asdict())
+        c, buffers = mixer.config, self.scheme.buffers_of(mixer.index)
+        call.keep(**buffers._asdict())
         requests, rows, _ = buffers.xB.shape
-        own.assign(
-            low=weights.low, high=weights.high, R=requests, W=rows,
-            K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
-            G=c.num_groups, E=c.gate_size, states=buffers.state.shape[0],
-        )  # fmt: skip
+        call.block.assign(R=requests, W=rows, states=buffers.state.shape[0])
+        describe_recurrence(call, mixer)
         for name, size in (
             ("C", c.num_groups * c.state_size * 4),
             ("seen rows", 2 * rows * 8),
@@ -245,6 +235,18 @@ class Builder(Calls):
         call.lies(
             seen_C="C", seen_rows="seen rows", seen_order="order", seen_kept="kept", out="y"
         )  # fmt: skip
+
+
+def describe_recurrence(call: Call, mixer: Mixer) -> None:
+    """Weights and sizes."""
+    c, weights = mixer.config, layer_weights(mixer)
+    conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
+    call.keep(conv=conv, heads=heads)
+    call.block.assign(
+        low=weights.low, high=weights.high,
+        K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
+        G=c.num_groups, E=c.gate_size,
+    )  # fmt: skip
 
 
 def normed_by(call: Call, norm: Any) -> None:

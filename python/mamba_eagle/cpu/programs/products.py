@@ -3,13 +3,12 @@
 from typing import Any, cast
 
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.additions import CpuAddition
+from mamba_eagle.cpu.additions import ADD, CpuAddition
 from mamba_eagle.cpu.products import amx as cpu_tiles
 from mamba_eagle.cpu.products import grouped
 from mamba_eagle.cpu.products.packed import GroupedProduct, OwnProduct, TileProduct
 from mamba_eagle.cpu.programs.calls import Call, Scratch
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.spans.adapters import ADD
 from mamba_eagle.layers.linear import Linear
 
 PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads

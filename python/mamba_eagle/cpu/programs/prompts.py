@@ -18,9 +18,16 @@ from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Scratch
-from mamba_eagle.cpu.programs.layers import NS_PER_NUMBER, Builder, Columns, has_program, parts_of
+from mamba_eagle.cpu.programs.layers import (
+    NS_PER_NUMBER,
+    Builder,
+    Columns,
+    describe_recurrence,
+    has_program,
+    parts_of,
+)
 from mamba_eagle.cpu.spans import prompts as spans
-from mamba_eagle.cpu.weights import Mixer, layer_weights
+from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.layer import Residual
 
@@ -73,15 +80,11 @@ class PromptBuilder(Builder):
 
     def _describe(self, call: Any, mixer: Mixer, columns: Columns) -> None:
         """The block of a layer's recurrence."""
-        c, weights = mixer.config, layer_weights(mixer)
-        history, state = (part[mixer.index].numpy() for part in (self.states.conv, self.states.ssm))
-        conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
-        call.keep(conv=conv, heads=heads, history=history, state=state)
-        call.block.assign(
-            low=weights.low, high=weights.high, states=state.shape[0],
-            K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
-            G=c.num_groups, E=c.gate_size, layer=mixer.index,
-        )  # fmt: skip
+        c, at = mixer.config, mixer.index
+        history, state = (part[at].numpy() for part in (self.states.conv, self.states.ssm))
+        call.keep(history=history, state=state)
+        call.block.assign(states=state.shape[0], layer=at)
+        describe_recurrence(call, mixer)
         for name, per_row in (
             ("convolved", c.conv_dim * 4),
             ("steps", c.gate_size * 4),

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.programs import Network, Passed
-from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import Builder, residuals_of, rotate
+from mamba_eagle.cpu.programs.layers import Builder, normed_by, residuals_of, rotate
 from mamba_eagle.cpu.programs.products import multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
@@ -31,7 +30,7 @@ from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.tree import Tree
 
 
@@ -120,11 +119,9 @@ class TargetProgram:
                 build.recurrence(call, step.body, None)
 
     def _norm(self, build: Builder) -> Call:
-        norm, logits = self.parts.norm, self.parts.logits
-        own = abi.Norm(size=self.size, eps=norm.eps)
-        call = build.call(layer_spans.NORM, own, work_per_row=self.size)
-        call.keep(weight=norm.weight.detach().float().contiguous().numpy())
-        build.rounded(call, logits)
+        call = build.call(layer_spans.NORM, abi.Norm(size=self.size), work_per_row=self.size)
+        normed_by(call, self.parts.norm)
+        build.rounded(call, self.parts.logits)
         return call
 
     # ── the memory ──

@@ -172,7 +172,7 @@ def _expand(arguments, first, last):
     for r in range(b):
         likely += np.exp(np.float64(scores[r, 0]))
     least = numba.carray(pointer_to(given.least), 1, np.float64)[0]
-    drafts.doubts = 1 if k == 1 and likely < least * b else 0
+    drafts.doubts = 1 if likely < least * b else 0
 
 
 def _select(arguments, first, last):

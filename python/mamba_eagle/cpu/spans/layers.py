@@ -24,7 +24,7 @@ from mamba_eagle.cpu.ops.tree_verify import (
 from mamba_eagle.cpu.products.amx import split_rows
 from mamba_eagle.cpu.products.grouped import GROUP, round_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.vector_math import ZERO, sigmoid_of, silu
+from mamba_eagle.cpu.vector_math import ZERO, copy_row, sigmoid_of, silu
 from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.machine_code import kernel, numba, strictly
@@ -56,7 +56,8 @@ def _norm(arguments, first, last):
     if own.weight != 0:
         rms_norm(x[first:last], floats(own.weight, size), own.eps, out[first:last])
     else:
-        out[first:last] = x[first:last]
+        for r in range(first, last):
+            copy_row(x[r], out[r])
     round_made(out, first, last, own.rounded)
 
 

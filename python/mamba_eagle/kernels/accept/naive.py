@@ -10,8 +10,6 @@ An output ends with a stop token, which is kept, or when no token is left to mak
 has no token (a negative one: none could be sampled) a step keeps nothing from there on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

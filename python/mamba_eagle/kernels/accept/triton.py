@@ -1,11 +1,11 @@
 """Accepting on a GPU: tree/accept.py and ``Backend.commit_tokens``, one program per request."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.gpu import next_power_of_2
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def accept_and_truncate(
         T,
         width,
         D=nodes.shape[1],
-        TP=triton.next_power_of_2(T),
+        TP=next_power_of_2(T),
         SP=32,
         num_warps=1,
     )
@@ -177,6 +177,6 @@ def commit(
         own.shape[1],
         kv_slots.shape[1],
         D=D,
-        DP=triton.next_power_of_2(D),
+        DP=next_power_of_2(D),
         num_warps=1,
     )

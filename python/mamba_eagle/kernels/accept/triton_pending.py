@@ -1,12 +1,12 @@
 """Taking and adding a drafter's pending entries (backend/pending.py) on a GPU, one program per
 request."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["E", "width", "positions", "padding_slot"])
@@ -108,7 +108,7 @@ def take_pending(
         kv_slots.shape[1],
         padding_slot,
         ALL=counts is None,
-        EP=triton.next_power_of_2(E),
+        EP=next_power_of_2(E),
         num_warps=1,
     )
 
@@ -172,9 +172,9 @@ def append_pending(
         pending,
         pending_tokens.shape[1],
         D=D,
-        DP=triton.next_power_of_2(D),
+        DP=next_power_of_2(D),
         F=F,
-        BLOCK=min(2048, triton.next_power_of_2(max(F, 1))),
+        BLOCK=min(2048, next_power_of_2(max(F, 1))),
         num_warps=4 if F else 1,
     )
 
@@ -200,8 +200,8 @@ def rows_of(features: Tensor, nodes: Tensor) -> Tensor:
     """Features of each request's nodes: features [b, T, F], nodes [b, D] -> [b*D, F]."""
     (b, D), (T, F) = nodes.shape, features.shape[1:]
     out = features.new_empty(b * D, F)
-    block = min(1024, triton.next_power_of_2(F))
-    grid = (b * D, triton.cdiv(F, block))
+    block = min(1024, next_power_of_2(F))
+    grid = (b * D, cdiv(F, block))
     _rows_kernel[grid](
         features.contiguous(), nodes.contiguous(), out, T, D=D, F=F, BLOCK=block, num_warps=4
     )

@@ -13,8 +13,6 @@ The inputs are added up in chunks, and the chunks in their order, whether one pr
 or each has one: so a row has the same bits in every batch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, split_dot
 
 RANKS = 16  # a slot has room for a multiple of these, which are multiplied at once
@@ -68,7 +66,7 @@ def tiles_of(outputs: list[int]) -> list[list[int]]:
 
 def choose_config(n: int, slots: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_adapters.py."""
-    tokens, side = min(64, max(16, triton.next_power_of_2(n))), triton.next_power_of_2(slots)
+    tokens, side = min(64, max(16, next_power_of_2(n))), next_power_of_2(slots)
     if n <= 64:
         return Config(tokens, min(slots, 8), 1, min(side, 8))
     return Config(tokens, 1, 1 if n <= 512 else 0, 1)
@@ -242,9 +240,9 @@ def add_(
     """
     (n, columns), (count, parts, rank, _), device = x.shape, adapters.down.shape, x.device
     config = config or choose_config(n, count)
-    chunks, rows = triton.cdiv(columns, config.chunk), triton.cdiv(n, config.tokens)
+    chunks, rows = cdiv(columns, config.chunk), cdiv(n, config.tokens)
     share = config.share or chunks
-    splits = triton.cdiv(chunks, share)
+    splits = cdiv(chunks, share)
     small = torch.empty(splits, n, parts * rank, dtype=torch.float32, device=device)
     common = {"PARTS": parts, "RANK": rank, "RANKS": RANKS, "TOKENS": config.tokens,
               "PRECISION": "ieee", "num_warps": config.warps, **overlapping(device)}  # fmt: skip

@@ -6,8 +6,6 @@ Of equal scores the lower token id is taken; there is none where the highest sco
 some score is not a number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

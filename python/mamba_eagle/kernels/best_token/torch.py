@@ -4,8 +4,6 @@ Each rank makes keys of its part, one per row or one per row and block; the larg
 exchanged, and the best token is in the largest of a row's. Shapes: n rows; own V, a rank's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ One rank alone needs no keys: the first launch finds the largest score of each p
 second the first place of the largest of all, in one part.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.best_token import torch as definition
 from mamba_eagle.kernels.best_token.torch import RowNoise
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
 from mamba_eagle.kernels.top_log_probs.triton import (
     NO_KEY,
@@ -81,7 +79,7 @@ def best_keys(
     which noise is added are float32."""
     n, V = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    keys = torch.empty(n, triton.cdiv(width, block), dtype=torch.int64, device=scores.device)
+    keys = torch.empty(n, cdiv(width, block), dtype=torch.int64, device=scores.device)
     _best_kernel[(keys.shape[1], n)](
         scores,
         None if noise is None else noise.seeds.contiguous(),
@@ -101,7 +99,7 @@ def best_tokens(keys: Tensor) -> Tensor:
     """[n, blocks] int64 -> [n] int64."""
     n, blocks = keys.shape
     tokens = torch.empty(n, dtype=torch.int64, device=keys.device)
-    _token_kernel[(n,)](keys, tokens, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    _token_kernel[(n,)](keys, tokens, blocks, BLOCKS=next_power_of_2(blocks), num_warps=1)
     return tokens
 
 
@@ -135,7 +133,7 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
     flat = scores.flatten(0, -2)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     (n, V), device = flat.shape, flat.device
-    parts = triton.cdiv(V, part)
+    parts = cdiv(V, part)
     maxima = maxima_of(flat, part, read, warps, True)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
     _place_kernel[(n,)](
@@ -146,7 +144,7 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
         flat.stride(0),
         parts,
         PART=part,
-        PARTS=triton.next_power_of_2(parts),
+        PARTS=next_power_of_2(parts),
         num_warps=4,
         **overlapping(flat.device),
     )

@@ -8,8 +8,6 @@ its *history*: the K-1 raw inputs of the tokens before it, oldest first; zeros w
 none. In a tree, what comes before a node is its path from the root, and the history before that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,15 +4,9 @@ Sums in float32, rounded once to the dtype of the inputs: every token's x and B 
 and precision lost here is lost in the state.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from mamba_eagle.kernels.prefill_plan import Prompt
 
 
 def causal_conv(
@@ -53,28 +47,3 @@ def causal_conv_windows(
     out = (windows.float() * weight.float()).sum(1)
     out = out if bias is None else out + bias.float()
     return (F.silu(out) if silu else out).to(windows.dtype)
-
-
-def conv_prompts(
-    xbc: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, prompts: Sequence[Prompt]
-) -> Tensor:
-    """The convolution over prompts that lie one after the other, from and to state slots.
-
-    Args:
-        xbc: [n, channels]; weight: [K, channels], transposed.
-        history: [slots, K-1, channels], the last raw inputs of each state slot; written where the
-            prompts save.
-    Returns: [n, channels].
-    """
-    out = torch.empty_like(xbc, memory_format=torch.contiguous_format)
-    for prompt in prompts:
-        own = xbc[prompt.first : prompt.first + prompt.length]
-        before = history.new_zeros(history.shape[1:])
-        if prompt.source >= 0:
-            before = history[prompt.source]
-        convolved = causal_conv(own[None], weight.t(), bias, before[None])
-        out[prompt.first : prompt.first + prompt.length] = convolved[0]
-        inputs = torch.cat([before, own])
-        for offset, slot in prompt.saves:
-            history[slot] = inputs[offset : offset + len(before)]
-    return out

@@ -6,8 +6,6 @@ of its request's path. The results go where tree_verify/triton.py reads them: x,
 the nodes' rows, and C, which no later step needs, into a tensor of its own.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -15,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import fused_sum, previous_done, silu, step_sizes
 
@@ -248,7 +246,7 @@ def tree_conv(
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     H, P, G, N = sizes
-    padded = triton.next_power_of_2(T)
+    padded = next_power_of_2(T)
     C = torch.empty(b, T, G * N, dtype=xbc.dtype, device=xbc.device)
     config = config or choose_config(T)
     head_block = 16 if padded > 16 else 32
@@ -257,8 +255,8 @@ def tree_conv(
     journal = (step.slots, step.journal, step.journal_len)
     nodes = (step.rows, step.parents, step.ancestors, step.tail, step.fold)
     numbers = (T, buffers.xB.shape[1], step.journal.shape[1], xbc.stride(0), dt_raw.stride(0))
-    programs = triton.cdiv(conv_dim, config.block) * triton.cdiv(T, config.nodes)
-    _tree_conv_kernel[(programs + triton.cdiv(H, head_block), b)](
+    programs = cdiv(conv_dim, config.block) * cdiv(T, config.nodes)
+    _tree_conv_kernel[(programs + cdiv(H, head_block), b)](
         *tensors,
         *journal,
         *nodes,
@@ -321,7 +319,7 @@ def conv_nodes(
     (b, T), (K, conv_dim) = step.rows.shape, weight.shape
     out = torch.empty(b, T, conv_dim, dtype=channels.dtype, device=channels.device)
     config = choose_config(T)
-    grid = (triton.cdiv(conv_dim, config.block), b, triton.cdiv(T, config.nodes))
+    grid = (cdiv(conv_dim, config.block), b, cdiv(T, config.nodes))
     _conv_nodes_kernel[grid](
         channels,
         weight,
@@ -380,7 +378,7 @@ def move_history(
         slots: [b] and places: [b, K-1], int64; wanted: [b], 0 or False where nothing moves.
     """
     layers, R, num_places, conv_dim = conv_in.shape
-    _history_kernel[(triton.cdiv(conv_dim, block), layers, len(slots))](
+    _history_kernel[(cdiv(conv_dim, block), layers, len(slots))](
         conv_in,
         slots,
         places,

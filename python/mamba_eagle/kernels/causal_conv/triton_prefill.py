@@ -5,8 +5,6 @@ one tensor, dt with the tokens of a head next to each other, as ssd/triton.py re
 state is saved, its history is written as well. A delta rule takes the convolution alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
+from mamba_eagle.kernels.gpu import cdiv
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.kernels.triton_math import fused_sum, silu, step_sizes
@@ -79,7 +78,7 @@ def prompt_steps(raw: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Te
     """Step sizes alone, with the bits of ``prefill_conv``: raw [n, H] -> [n, H] float32."""
     n, H = raw.shape
     dt = torch.empty(n, H, dtype=torch.float32, device=raw.device)
-    grid = (triton.cdiv(H, 32), triton.cdiv(n, 16))
+    grid = (cdiv(H, 32), cdiv(n, 16))
     low, high = limit
     at = (raw, dt_bias, dt, n, raw.stride(0), float(low), float(high))
     _steps_kernel[grid](*at, H=H, TOKENS=16, HEAD_BLOCK=32)
@@ -184,7 +183,7 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """torch.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
+    """naive.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
 
     Args:
         xbc: [n, conv_dim]; dt_raw: [n, H]; both may be views of in_proj's output.
@@ -193,7 +192,7 @@ def prefill_conv(
     H, P, G, N = sizes
     n = plan.tokens
     # rows that begin at a multiple of 16: then prompts of any length take the same machine code
-    dt = torch.empty(H, triton.cdiv(n, 16) * 16, dtype=torch.float32, device=xbc.device)
+    dt = torch.empty(H, cdiv(n, 16) * 16, dtype=torch.float32, device=xbc.device)
     steps = StepSizes(dt_raw, dt, weights.dt_bias, weights.step_limit)
     taps = (weights.conv_weight, weights.conv_bias)
     out = conv_prompts(xbc, *taps, history, plan, steps, block, warps)
@@ -213,7 +212,7 @@ def conv_prompts(
     block: int = 256,
     warps: int = 4,
 ) -> Tensor:
-    """torch.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
+    """naive.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
 
     Args:
         channels: [n, conv_dim], last dimension contiguous. weight: [K, conv_dim]; bias [conv_dim].
@@ -228,7 +227,7 @@ def conv_prompts(
     head_block = 32
     raw, dt, dt_bias, (low, high) = steps or StepSizes(None, None, None, (0.0, 0.0))
     heads, dt_stride = (0, 0) if raw is None else (raw.shape[1], raw.stride(0))
-    blocks = triton.cdiv(conv_dim, block) + triton.cdiv(heads, head_block)
+    blocks = cdiv(conv_dim, block) + cdiv(heads, head_block)
     _prefill_conv_kernel[(blocks, len(plan.blocks))](
         channels,
         raw,
@@ -241,7 +240,7 @@ def conv_prompts(
         plan.requests,
         plan.segments,
         plan.blocks,
-        triton.cdiv(plan.tokens, 16) * 16,
+        cdiv(plan.tokens, 16) * 16,
         channels.stride(0),
         dt_stride,
         history.stride(0),

@@ -11,8 +11,6 @@ with one decay; Kimi's (arXiv 2510.26692) a decay for each channel; GDN-2 gates 
 Shapes: n tokens, H heads. ``parents`` [n] names the node above each node; a root is its own parent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

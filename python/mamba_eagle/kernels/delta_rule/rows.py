@@ -1,7 +1,5 @@
 """The rows of delta rules as Triton kernels read them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

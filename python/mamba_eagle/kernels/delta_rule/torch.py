@@ -16,8 +16,6 @@ Shapes: b sequences, T nodes, M rows of a journal, H heads, a state [V, K] for e
 has K channels, or one for all of them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

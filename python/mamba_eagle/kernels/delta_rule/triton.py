@@ -16,8 +16,6 @@ state. Norms and decays are factors of the sums.
 Nothing here waits for the device, and the grids depend on the batch alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ from mamba_eagle.kernels.delta_rule.rows import (
     float32_dot,
     has_channel_decay,
 )
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, split_dot
 
@@ -358,7 +356,7 @@ def tree_verify(
     if T > MAX_NODES:
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
     M = step.journal.shape[1]
-    padded, journal = max(16, triton.next_power_of_2(T)), max(16, triton.next_power_of_2(M))
+    padded, journal = max(16, next_power_of_2(T)), max(16, next_power_of_2(M))
     form = {"H": H, "P": P, "G": G, "N": N, "JP": journal}
     form |= {"CHANNELS": has_channel_decay(rows, sizes), **overlapping(state.device)}
     made = _node_weights(rows, gates, convolved, step, {**form, "TP": padded, "EPS": eps})

@@ -1,7 +1,5 @@
 """The fold of delta rules: journals into states, in all layers by one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +11,7 @@ from mamba_eagle.kernels.delta_rule.rows import (
     has_channel_decay,
     value_tile,
 )
+from mamba_eagle.kernels.gpu import next_power_of_2
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes
 
@@ -114,7 +113,7 @@ def fold_journals(rows: DeltaRows, state: Tensor, folds: Folds, sizes: Sizes, ep
         P=P,
         G=G,
         N=N,
-        JP=max(16, triton.next_power_of_2(M)),
+        JP=max(16, next_power_of_2(M)),
         TILE=tile,
         PART=part,
         CHANNELS=has_channel_decay(rows, sizes),

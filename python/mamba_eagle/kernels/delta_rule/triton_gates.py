@@ -1,13 +1,11 @@
 """Decays and betas of gated DeltaNet in one launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done, softplus
 
 
@@ -54,7 +52,7 @@ def delta_gates(raw: Tensor, rate: Tensor, bias: Tensor, max_beta: float) -> Ten
         raw.stride(0),
         max_beta,
         H=heads,
-        HP=triton.next_power_of_2(heads),
+        HP=next_power_of_2(heads),
         num_warps=1,
         **overlapping(raw.device),
     )

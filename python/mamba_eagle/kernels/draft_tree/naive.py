@@ -10,8 +10,6 @@ above its parent, so a parent always ranks before its children, and the best n c
 tree.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ One program per request. Scores are ranked by distinct keys (top_log_probs/trito
 lower candidate number first among equals. Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import next_power_of_2
 from mamba_eagle.kernels.top_log_probs.triton import NO_KEY, key_number, key_value, ranking_key
 
 
@@ -105,7 +104,7 @@ def expand(
     b, n, k = tokens.shape
     integers = (tokens.new_empty(b, k) for _ in range(3))
     lanes = Lanes(*integers, torch.empty(b, k, device=tokens.device))
-    padded = triton.next_power_of_2(n * k)
+    padded = next_power_of_2(n * k)
     if log_probs.stride() != tokens.stride() or tokens.stride(2) != 1:
         log_probs, tokens = log_probs.contiguous(), tokens.contiguous()
     _expand_kernel[(b,)](
@@ -213,7 +212,7 @@ def select(
     max_depth: of the candidates. Out: the fields of a Tree, [b, T] and ancestors [b, T, T] bool.
     """
     b, T = tokens.shape
-    padded = triton.next_power_of_2(seen)
+    padded = next_power_of_2(seen)
     warps = 1 if padded <= 64 else 4 if padded <= 512 else 8
     _select_kernel[(b,)](
         *grown,
@@ -229,7 +228,7 @@ def select(
         TOPK=topk,
         MAX_DEPTH=max_depth,
         CP=padded,
-        TP=triton.next_power_of_2(T),
+        TP=next_power_of_2(T),
         CHUNK=max(1, warps * 512 // padded),
         num_warps=warps,
     )

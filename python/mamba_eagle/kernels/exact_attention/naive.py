@@ -20,8 +20,6 @@ out = ACC / L. What this file computes in Python differs from a GPU by rounding:
 products at once, and truncate the sum.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -12,8 +12,6 @@ Nothing here waits for the device: grids depend on shapes alone, or on the lengt
 the host knows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -24,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.exact_attention.triton_pages import BLOCK, COLUMNS, Pages
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, rounded_product
 
 LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
@@ -395,7 +393,7 @@ def _constants(q: Tensor, pool_k: Tensor, config: Config) -> dict[str, object]:
         "GROUP": heads // kv_heads,
         "KV_HEADS": kv_heads,
         "D": D,
-        "DP": max(16, triton.next_power_of_2(D)),
+        "DP": max(16, next_power_of_2(D)),
         "ROWS": config.rows,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "STAGES": config.stages,
@@ -415,9 +413,9 @@ def tree_config(
     """For Hopper. Slots are loaded a block before keys, so of n stages, (n - 1) // 2 have room for
     keys and values. More of them pay off where a multiprocessor has one program; see
     benchmark/kernels/bench_exact_attention.py."""
-    needed = triton.next_power_of_2(nodes * heads // kv_heads)
+    needed = next_power_of_2(nodes * heads // kv_heads)
     rows = min(max(16, needed), _largest_tile(head_dim, itemsize))
-    programs = batch * kv_heads * triton.cdiv(nodes * heads // kv_heads, rows)
+    programs = batch * kv_heads * cdiv(nodes * heads // kv_heads, rows)
     warps = 8 if rows > 64 or (rows == 64 and head_dim > 128) else 4
     alone = rows > 64 or (rows < 64 and 4 * programs < PROGRAMS)
     stages = 5 if alone and head_dim * itemsize <= 256 else 3
@@ -429,7 +427,7 @@ def num_parts(positions: int) -> int:
     size, shift = SHORT.value, 0
     while 16 * size < positions:
         size, shift = 2 * size, shift + 1
-    return triton.cdiv(positions, size) + 8 * shift
+    return cdiv(positions, size) + 8 * shift
 
 
 def exact_tree_attention(
@@ -475,11 +473,11 @@ def exact_tree_attention(
     shapes = ((kept, parts, rows, D), (kept, parts, rows), (kept, parts, rows))
     sums = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
-    tiles = triton.cdiv(rows // kv_heads, config.rows)
+    tiles = cdiv(rows // kv_heads, config.rows)
     _tree_kernel[(tiles * kv_heads, 1 if config.whole else parts, b)](
         *(q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, *pages, out, *sums),
         *(scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), positions, T, parts),
-        NODES=max(2, triton.next_power_of_2(T)),
+        NODES=max(2, next_power_of_2(T)),
         WHOLE=config.whole,
         **_constants(q, pool_k, config),
     )
@@ -489,9 +487,9 @@ def exact_tree_attention(
 def _join_parts(sums: list[Tensor], prefix: Tensor, T: int, out: Tensor) -> Tensor:
     """``out``, of the sums of each part: [b, parts, T·heads, D] and twice [b, parts, T·heads]."""
     b, parts, n, D = sums[0].shape
-    padded = triton.next_power_of_2(D)
+    padded = next_power_of_2(D)
     rows = max(1, JOINED // padded)
-    _join_kernel[(triton.cdiv(n, rows), b)](
+    _join_kernel[(cdiv(n, rows), b)](
         *(*sums, prefix, out, T, parts, n),
         D=D,
         DP=padded,
@@ -505,7 +503,7 @@ def _join_parts(sums: list[Tensor], prefix: Tensor, T: int, out: Tensor) -> Tens
 
 def prompt_config(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Config:
     """For Hopper. A tile has room for at least one token."""
-    least = max(16, triton.next_power_of_2(heads // kv_heads))
+    least = max(16, next_power_of_2(heads // kv_heads))
     rows = max(least, _largest_tile(head_dim, itemsize))
     warps = 8 if rows >= 128 or head_dim > 128 else 4
     return Config(rows, True, warps, 5 if head_dim * itemsize <= 256 else 3)

@@ -14,8 +14,6 @@ each leaf, and rarely more than one or two for 16 nodes. A tree of 64 nodes reac
 the block after its root's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 BLOCK = tl.constexpr(64)  # positions
@@ -102,7 +100,7 @@ def lay_out(masks: Tensor, prefix: Tensor) -> Pages:
         prefix,
         *pages,
         T,
-        NODES=max(2, triton.next_power_of_2(T)),
+        NODES=max(2, next_power_of_2(T)),
         num_warps=1 if T <= 16 else 4,
         **overlapping(masks.device),
     )

@@ -6,8 +6,6 @@ act: relu(u)² (Primer, arXiv 2109.08668), or silu(gate) · up, where U_e has th
 before those of the up projection (SwiGLU, arXiv 2002.05202).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Experts in torch: how a token's are chosen, and their products as one sorted batch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

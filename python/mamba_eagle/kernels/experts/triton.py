@@ -9,8 +9,6 @@ read once; weights are the left factor, which has the 64 rows of the tensor core
 instruction however few tokens there are.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from mamba_eagle.kernels.experts.torch import Routes
 from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done, silu
 
 RELU_SQUARED, SILU_GATE = "relu_squared", "silu_gate"
@@ -457,7 +455,7 @@ def weighted_sum(
     (n, top_k), size, device = routes.weights.shape, each.shape[1], each.device
     y = torch.empty(n, size, dtype=each.dtype, device=device)
     block = 512
-    _sum_kernel[(n, triton.cdiv(size, block))](
+    _sum_kernel[(n, cdiv(size, block))](
         each,
         pairs.place.back if by_expert and pairs.place is not None else routes.experts,
         routes.experts,
@@ -512,7 +510,7 @@ def product(
     (count, rows, size), device = stack.weight.shape, stack.weight.device
     gated, gather = act == SILU_GATE, act is not None
     out = rows // 2 if gated else rows
-    tiles, total = triton.cdiv(out, config.rows), n * (top_k + shared)
+    tiles, total = cdiv(out, config.rows), n * (top_k + shared)
     static_out = None if following is None else following.scale
     marks = following is not None and static_out is None and not following.group
     y = torch.empty(total, out, dtype=dtype if static_out is None else E4M3, device=device)
@@ -534,7 +532,7 @@ def product(
         "RESCALED": static_out is not None,
         "SCALED": stack.scale is not None,
         "BLOCK_OUT": stack.block,
-        "PADDED": triton.next_power_of_2(size if place is None and gather else parts),
+        "PADDED": next_power_of_2(size if place is None and gather else parts),
         "ROWS": config.rows,
         "COLUMNS": BLOCK if stack.block else config.columns,
         "STAGES": config.stages,

@@ -4,8 +4,6 @@ Logits are sums of a fixed number of column shares, added up in order, whatever 
 tokens: so a token's experts do not depend on the batch that it is in.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
 SHARE = 256  # columns of the router's weight per program
@@ -147,11 +145,11 @@ def route(
     int32, where the experts are written. beside: [1, size], whose product is the routes' share."""
     (n, size), experts = hidden.shape, len(weight)
     device = hidden.device
-    shares = triton.cdiv(size, SHARE)
+    shares = cdiv(size, SHARE)
     extra = 0 if beside is None else 1
     parts = torch.empty(shares, n, experts + extra, dtype=torch.float32, device=device)
-    tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(n)))
-    _logits_kernel[(shares, triton.cdiv(experts, EXPERTS) + extra, triton.cdiv(n, tokens))](
+    tokens = min(MAX_TOKENS, max(16, next_power_of_2(n)))
+    _logits_kernel[(shares, cdiv(experts, EXPERTS) + extra, cdiv(n, tokens))](
         hidden,
         weight,
         weight if beside is None else beside,
@@ -172,7 +170,7 @@ def route(
         ids = torch.empty(n, choice.top_k, dtype=torch.int32, device=device)
     weights = torch.empty(n, choice.top_k, dtype=torch.float32, device=device)
     share = None if beside is None else torch.empty(n, 1, dtype=torch.float32, device=device)
-    block = triton.next_power_of_2(experts)
+    block = next_power_of_2(experts)
     _route_kernel[(n,)](
         parts,
         weights if choice.bias is None else choice.bias,
@@ -188,7 +186,7 @@ def route(
         TOP_K=choice.top_k,
         SHARES=shares,
         BLOCK=block,
-        SLOTS=triton.next_power_of_2(choice.top_k),
+        SLOTS=next_power_of_2(choice.top_k),
         num_warps=max(1, block // 128),
         **overlapping(hidden.device),
     )
@@ -317,11 +315,11 @@ def sort_pairs(
         first,
         0 if x is None else x.stride(0),
         COUNT=count,
-        BINS=triton.next_power_of_2(count + 1),
+        BINS=next_power_of_2(count + 1),
         BLOCK=512 if few else 2048,
         COMPACT=few,
         SIZE=size,
-        PADDED=triton.next_power_of_2(size),
+        PADDED=next_power_of_2(size),
         STATIC=static is not None,
         num_warps=4,
         **overlapping(device),

@@ -7,8 +7,6 @@ An E4M3 number (arXiv 2209.05433) has a sign, four bits of exponent e and three 
     y_ro = Σ_i s_r q_ri · t_o w_oi
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

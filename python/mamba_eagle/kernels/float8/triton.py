@@ -6,8 +6,6 @@ however few tokens there are. Scales of rows and tokens are applied to the finis
 blocks to the sum of each 128 columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
-from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -87,7 +85,7 @@ def empty_rounded(n: int, size: int, rounding: Rounding, device: torch.device) -
     values = torch.empty(n, size, dtype=E4M3, device=device)
     if rounding.scale is not None:
         return Rounded(values, rounding.scale)
-    groups = triton.cdiv(size, rounding.group) if rounding.group else 1
+    groups = cdiv(size, rounding.group) if rounding.group else 1
     scale = torch.empty(n, groups, dtype=torch.float32, device=device)
     return Rounded(values, scale, rounding.group)
 
@@ -96,8 +94,8 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     """As torch.py's. x [n, size], last dimension contiguous."""
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
-    groups = triton.cdiv(size, rounding.group) if rounding.group else 1
-    block = triton.next_power_of_2(rounding.group or size)
+    groups = cdiv(size, rounding.group) if rounding.group else 1
+    block = next_power_of_2(rounding.group or size)
     _round_kernel[(n, groups)](
         x,
         out.scale,
@@ -260,11 +258,11 @@ def choose_config(n: int, rows: int, columns: int, blocks: bool) -> Config:
     """
     if n > 64:
         return Config(128, 128, 128, 1, 8, 3)
-    tokens = max(16, triton.next_power_of_2(n))
+    tokens = max(16, next_power_of_2(n))
     if n <= 32 and not blocks:
         many = rows >= 64 * ENOUGH
         return Config(64, tokens, 256, 1 if many else 2, 4, 5 if many else 4, ahead=4)
-    programs, steps, splits = triton.cdiv(rows, 64), triton.cdiv(columns, 128), 1
+    programs, steps, splits = cdiv(rows, 64), cdiv(columns, 128), 1
     while not blocks and programs * splits * 2 <= 2 * PROGRAMS and steps >= splits * 8:
         splits *= 2
     return Config(64, tokens, 128, splits, 4, 5)
@@ -294,7 +292,7 @@ def product(
     y = torch.empty(n, out, dtype=dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
     strides = (int(x.scale.shape[0] > 1), int(scale.shape[0] > 1))
-    grid = (triton.cdiv(out, config.rows), triton.cdiv(n, config.tokens), splits)
+    grid = (cdiv(out, config.rows), cdiv(n, config.tokens), splits)
     _product_kernel[grid](
         x.values,
         x.scale,
@@ -305,7 +303,7 @@ def product(
         n,
         out,
         columns,
-        triton.cdiv(triton.cdiv(columns, config.columns), splits),
+        cdiv(cdiv(columns, config.columns), splits),
         scale.shape[1],
         *strides,
         BLOCK_OUT=0 if block is None else block[0],
@@ -329,8 +327,8 @@ def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: 
     """y [n, out] = the sum of ``parts`` [splits, n, out] float32, times the scales of tokens
     ([n, 1] or [1, 1]) and rows ([out, 1] or [1, 1]), plus the bias [out]."""
     splits, n, out = parts.shape
-    block = min(1024, triton.next_power_of_2(out))
-    _join_kernel[(n, triton.cdiv(out, block))](
+    block = min(1024, next_power_of_2(out))
+    _join_kernel[(n, cdiv(out, block))](
         parts,
         x_scale,
         scale,

@@ -11,13 +11,10 @@ What limits it is the number of instructions: 200 for 1 KB of codes, of which a 
 issue 220 in the time that an H200's memory takes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mamba_eagle.kernels.four_bit import triton as by_compiler
 from mamba_eagle.kernels.four_bit.triton import PROCESSORS, Weight
-from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, overlapping
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 MAX_TOKENS = 16
@@ -43,7 +40,7 @@ class Config(NamedTuple):
 
 def choose_config(n: int, rows: int) -> Config:
     """For n tokens and a weight of this many rows; the best on an H200."""
-    programs = triton.cdiv(rows, 16)
+    programs = cdiv(rows, 16)
     if n > 8:
         return Config(2, 4, 32) if programs <= 4 * PROCESSORS else Config(2, 2, 16)
     if programs <= FEW_PROGRAMS:
@@ -221,7 +218,7 @@ def _product_kernel(
 def supports(x: Tensor, weight: Weight) -> bool:
     """Whether this file's kernel can multiply them, and is the faster one."""
     n, (rows, units) = x.shape[0], weight.units.shape
-    few_long = triton.cdiv(rows, 16) <= FEW_PROGRAMS and units > 2 * LONG_ROW
+    few_long = cdiv(rows, 16) <= FEW_PROGRAMS and units > 2 * LONG_ROW
     return (
         capability(x.device) >= TENSOR_CORES
         and n <= MAX_TOKENS
@@ -240,7 +237,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     align = math.gcd(groups, 4) if weight.floats else 1
     tokens = by_compiler.aligned(x).view(torch.int64)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    _product_kernel[(triton.cdiv(out, 16 * tiles),)](
+    _product_kernel[(cdiv(out, 16 * tiles),)](
         tokens,
         weight.units.view(torch.int32),
         weight.scale,

@@ -8,8 +8,6 @@ bit 0 the mantissa m: (1 + m/2) · 2^(e-1), or m/2 where e is 0 (OCP Microscalin
 5.3.3). Byte j of a row holds column 2j in its low bits, column 2j + 1 in its high ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

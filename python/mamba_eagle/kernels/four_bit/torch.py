@@ -1,7 +1,5 @@
 """Weights of four bits in torch: dequantized, then multiplied."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
-from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, previous_done
 
 UNIT = 4  # columns of a unit
@@ -447,7 +447,7 @@ EVEN = 0.84  # share of the multiprocessors' time that equal programs must fill
 
 def choose_config(n: int, rows: int, columns: int) -> Config:
     """For a weight [rows, columns] and n tokens; measured on Hopper."""
-    tokens = min(256, max(8, triton.next_power_of_2(n)))
+    tokens = min(256, max(8, next_power_of_2(n)))
     if tokens == 8:
         shape = Config(32, tokens, 32, 4, 1, 4, 3, ahead=8, registers=96)
     elif tokens == 16:
@@ -456,10 +456,10 @@ def choose_config(n: int, rows: int, columns: int) -> Config:
         shape = Config(64, tokens, 64, 1, 1, 4, 3, ahead=8, apart=True)
     else:
         shape = Config(128, tokens, 32, 1, 1, 8, 2 if tokens == 128 else 3, ahead=8, apart=True)
-    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, tokens)
+    tiles = cdiv(rows, shape.rows) * cdiv(n, tokens)
     if tokens > 32 and tiles >= PROCESSORS:
         return shape  # what evens out programs is less than what their shares' sums cost
-    iterations = triton.cdiv(columns, UNIT * shape.units * shape.slices)
+    iterations = cdiv(columns, UNIT * shape.units * shape.slices)
     splits = _splits(tiles, iterations // 3)
     if tiles * splits <= PROCESSORS:  # a program alone on a multiprocessor has more in flight
         if tokens == 64:
@@ -475,7 +475,7 @@ def _splits(tiles: int, largest: int) -> int:
     best, evenest = 1, 0.0
     for splits in range(1, max(1, min(largest, 8)) + 1):
         programs = tiles * splits
-        even = programs / (PROCESSORS * triton.cdiv(programs, PROCESSORS))
+        even = programs / (PROCESSORS * cdiv(programs, PROCESSORS))
         if even >= EVEN:
             return splits
         if even > evenest:
@@ -518,7 +518,7 @@ def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     n, units = tokens.shape
     parts = torch.empty(4, n, units, dtype=dtype, device=tokens.device)
     block = 1024
-    _apart_kernel[(n, triton.cdiv(units, block))](
+    _apart_kernel[(n, cdiv(units, block))](
         tokens,
         parts,
         units,
@@ -547,8 +547,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         tokens = _apart(tokens, x.dtype)
     y = torch.empty(n, out, dtype=x.dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
-    grid = (triton.cdiv(out, config.rows), triton.cdiv(n, config.tokens), splits)
-    iterations = triton.cdiv(units, config.units * config.slices)
+    grid = (cdiv(out, config.rows), cdiv(n, config.tokens), splits)
+    iterations = cdiv(units, config.units * config.slices)
     _product_kernel[grid](
         tokens,
         weight.units,
@@ -561,7 +561,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         out,
         units,
         groups // align,
-        triton.cdiv(iterations, splits),
+        cdiv(iterations, splits),
         tokens.stride(-2),
         int(weight.factor.shape[0] > 1),
         FLOATS=weight.floats,
@@ -626,7 +626,7 @@ def dequantize(weight: Weight) -> Tensor:
     rows, units = weight.units.shape
     whole = torch.empty(rows, UNIT * units, dtype=weight.dtype, device=weight.units.device)
     block = 512
-    _dequantize_kernel[(rows, triton.cdiv(units, block))](
+    _dequantize_kernel[(rows, cdiv(units, block))](
         weight.units,
         weight.scale,
         weight.factor,

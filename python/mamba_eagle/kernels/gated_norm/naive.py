@@ -11,8 +11,6 @@ Gated DeltaNet (arXiv 2412.06464) has the norm first, and one weight for all hea
     out_i = weight_(i mod P) · y_i / sqrt(mean(y² over the head of i) + eps) · silu(gate_i)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

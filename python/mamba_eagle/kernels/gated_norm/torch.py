@@ -1,7 +1,5 @@
 """Gated RMSNorms of Mamba2 and of gated DeltaNet in torch; sums in float32."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

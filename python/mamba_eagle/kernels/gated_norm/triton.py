@@ -1,7 +1,5 @@
 """The gated RMSNorm in one pass, in the model's dtype or as float8."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -11,14 +9,8 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
-from mamba_eagle.kernels.gpu import overlapping
-from mamba_eagle.kernels.triton_math import (
-    blocks_of,
-    inverse_rms,
-    load_blocks,
-    previous_done,
-    silu,
-)
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.triton_math import blocks_of, inverse_rms, load_blocks, previous_done, silu
 
 
 @triton.jit
@@ -107,7 +99,7 @@ class Config(NamedTuple):
 def choose_config(group: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_step_kernels.py. The same for any number of
     rows, which is not known when kernels are built."""
-    return Config(1, max(1, min(16, triton.next_power_of_2(group) // 512)))
+    return Config(1, max(1, min(16, next_power_of_2(group) // 512)))
 
 
 def gated_norm(
@@ -128,7 +120,7 @@ def gated_norm(
     n, size = y.shape
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
     rows, warps = config or choose_config(size // num_groups)
-    grid = (triton.cdiv(n, rows), num_groups)
+    grid = (cdiv(n, rows), num_groups)
     _gated_norm_kernel[grid](
         *(y, gate, weight, None, out, None, n, y.stride(0), gate.stride(0), eps),
         **_sizes(size, num_groups, rows, norm_first),
@@ -155,7 +147,7 @@ def _sizes(size: int, num_groups: int, lines: int, norm_first: bool) -> dict[str
 
 def choose_rounded_config(numbers: int) -> Config:
     """numbers: of a program, which keeps them in registers."""
-    return Config(1, max(1, min(8, triton.next_power_of_2(numbers) // 512)))
+    return Config(1, max(1, min(8, next_power_of_2(numbers) // 512)))
 
 
 def rounded_gated_norm(
@@ -172,7 +164,7 @@ def rounded_gated_norm(
     program; with a static scale each has its own. rounding: without groups."""
     n, size = y.shape
     out, dynamic = empty_rounded(n, size, rounding, y.device), rounding.scale is None
-    groups = triton.next_power_of_2(num_groups) if dynamic else 1
+    groups = next_power_of_2(num_groups) if dynamic else 1
     sizes = _sizes(size, num_groups, groups, norm_first)
     config = config or choose_rounded_config(groups * sizes["BLOCK"] * sizes["BLOCKS"])
     given = (out.scale, out.values, out.scale, None, y.stride(0), gate.stride(0), eps)

@@ -1,7 +1,5 @@
 """The product with a matrix, in float64."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -7,8 +7,6 @@ one float32 accumulator, so a row has the same bits whatever the tile and the nu
 (test_step_sums.py), and nothing is left to be added up. What that needs is enough reads in flight.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import launches_overlap, overlapping
+from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 
@@ -80,7 +78,7 @@ def choose_config(n: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_linear.py."""
     if n > 64:
         return Config(128, 128, 64, 8, 3)
-    return Config(64, min(64, max(16, triton.next_power_of_2(n))), 128, 4, 5)
+    return Config(64, min(64, max(16, next_power_of_2(n))), 128, 4, 5)
 
 
 def linear(
@@ -100,7 +98,7 @@ def linear(
     (n, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device) if out is None else out
     config = config or choose_config(n)
-    _linear_kernel[(triton.cdiv(rows, config.rows), triton.cdiv(n, config.tokens))](
+    _linear_kernel[(cdiv(rows, config.rows), cdiv(n, config.tokens))](
         x,
         weight,
         y if bias is None else bias,

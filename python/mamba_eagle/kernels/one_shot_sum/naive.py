@@ -6,8 +6,6 @@ stream and its RMSNorm, in float64.
     normed = weight · stream / sqrt(mean(stream²) + eps)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

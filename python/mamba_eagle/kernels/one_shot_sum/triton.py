@@ -15,8 +15,6 @@ lies on the device, so a captured call may be repeated. All programs of a launch
 same time, so there are no more than processors.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import warps_of_row
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 
@@ -140,7 +138,7 @@ def _launch(
     own: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float, peers: Peers, norm: bool
 ) -> None:
     n, size = own.shape
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _pushed_sum_kernel[(min(n, peers.programs),)](
         own,
         stream,

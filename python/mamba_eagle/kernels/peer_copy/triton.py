@@ -11,8 +11,6 @@ copies the same slice, and no program waits for any but its peer:
 Flags only grow. Numbers of messages come from the host, so these kernels are for no captured graph.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -58,15 +58,10 @@ def _copy_tokens(raw, stage, rows, stride, at, end, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _chunk(raw, reads, stage, at, end, REST: gl.constexpr, num_warps: gl.constexpr):
+def _chunk(raw, reads, strides, stage, at, end, num_warps: gl.constexpr):
     """Have a chunk copied to shared memory, as it is."""
-    x, B, C, dt, x_stride, B_stride, C_stride, dt_stride = reads
-    _copy_tokens(raw[0], stage, B, B_stride, at, end, num_warps)
-    _copy_tokens(raw[1], stage, C, C_stride, at, end, num_warps)
-    _copy_tokens(raw[2], stage, dt, dt_stride, at, end, num_warps)
-    _copy_tokens(raw[3], stage, x, x_stride, at, end, num_warps)
-    if REST:
-        _copy_tokens(raw[4], stage, x + raw[3].shape[2], x_stride, at, end, num_warps)
+    for part in gl.static_range(len(raw)):
+        _copy_tokens(raw[part], stage, reads[part], strides[part], at, end, num_warps)
     async_copy.commit_group()
 
 
@@ -85,20 +80,76 @@ def _prepare_x(raw, dt, stage, feed, rate, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _token(S, S_rest, feed, feed_rest, row, skip, y, REST: gl.constexpr):
-    S = advance(S, feed, row)
-    write_output(S, feed, row, skip, y)
-    if REST:
-        S_rest = advance(S_rest, feed_rest, row)
-        write_output(S_rest, feed_rest, row, skip, y + S.shape[0])
-    return S, S_rest
+def _prepare(raw, stage, given, num_warps: gl.constexpr):
+    feeds, rate, _ = given
+    _widen(raw[0], stage, feeds[0][3], num_warps)
+    _widen(raw[1], stage, feeds[0][4], num_warps)
+    for i in gl.static_range(len(feeds)):
+        _prepare_x(raw[3 + i], raw[2], stage, feeds[i], rate, num_warps)
 
 
 @gluon.jit
-def _load_state(state, slot, stride, TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def _token(S, given, row, y):
+    feeds, _, skip = given
+    after = ()
+    for i in gl.static_range(len(feeds)):
+        tile = advance(S[i], feeds[i], row)
+        write_output(tile, feeds[i], row, skip, y + i * S[0].shape[0])
+        after += (tile,)
+    return after
+
+
+@gluon.jit
+def load_state(state, slot, stride, TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """[TILE, N]; zeros if the slot is negative."""
     S = gl.load(state + gl.maximum(slot, 0) * stride + in_state(TILE, N, layout))
     return gl.where(slot >= 0, S, 0.0)
+
+
+@gluon.jit
+def _store_state(state, S):
+    layout: gl.constexpr = S.type.layout
+    gl.store(state + in_state(S.shape[0], S.shape[1], layout), S)
+
+
+@gluon.jit
+def walk(
+    S, state, y, segments, bounds, copies, given, state_stride,
+    WIDTH: gl.constexpr, PREPARE: gl.constexpr, TOKEN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Over the tokens of a request's segments, at whose ends states are stored.
+
+    S: tiles of a head, one behind the other; state, y: at the first channel; bounds: which
+    segments; copies: buffers, and where their rows lie. PREPARE(raw, stage, given, num_warps) makes
+    of a chunk what TOKEN(S, given, row, y) takes, which returns the state after a token."""
+    raw, reads, strides = copies
+    for s in range(bounds[0], bounds[1]):
+        begin = gl.load(segments + s * 3)
+        end = gl.load(segments + s * 3 + 1)
+        slot = gl.load(segments + s * 3 + 2).to(gl.int64)
+        async_copy.wait_group(0)  # of the segment before, nothing may come late
+        stage = 0
+        _chunk(raw, reads, strides, stage, begin, end, num_warps)
+        for at in range(begin, end, CHUNK):
+            _chunk(raw, reads, strides, 1 - stage, at + CHUNK, end, num_warps)
+            async_copy.wait_group(1)
+            barrier()
+            PREPARE(raw, stage, given, num_warps)
+            barrier()
+            count = gl.minimum(CHUNK, end - at)
+            many = count // UNROLLED * UNROLLED
+            out = y + at.to(gl.int64) * WIDTH
+            for row in range(0, many, UNROLLED):
+                for i in gl.static_range(UNROLLED):
+                    S = TOKEN(S, given, row + i, out + (row + i) * WIDTH)
+            for row in range(many, count):
+                S = TOKEN(S, given, row, out + row * WIDTH)
+            barrier()
+            stage = 1 - stage
+        if slot >= 0:
+            saved = state + slot * state_stride
+            for i in gl.static_range(len(S)):
+                _store_state(saved + i * (S[0].shape[0] * S[0].shape[1]), S[i])
 
 
 @gluon.jit
@@ -139,11 +190,10 @@ def _scan_kernel(
     )
     B_shared = gl.allocate_shared_memory(gl.float32, [CHUNK, N], PLAIN)
     C_shared = gl.allocate_shared_memory(gl.float32, [CHUNK, N], PLAIN)
-    feed = tile_feed(CHUNK, CHUNK, TILE, B_shared, C_shared)
-    feed_rest = feed
+    feeds = (tile_feed(CHUNK, CHUNK, TILE, B_shared, C_shared),)
     if REST:
         raw += (gl.allocate_shared_memory(rows_dtype, [2, CHUNK, REST], PLAIN),)
-        feed_rest = tile_feed(CHUNK, CHUNK, REST, B_shared, C_shared)
+        feeds += (tile_feed(CHUNK, CHUNK, REST, B_shared, C_shared),)
 
     first = gl.program_id(0) * (TILE + REST)
     request = gl.program_id(1)
@@ -151,54 +201,25 @@ def _scan_kernel(
     group = head // (H // G)
     rate = gl.load(A + head) * LOG2_E
     skip = gl.load(D + head)
-    reads = (
-        x + first, B + group * N, C + group * N, dt + head * dt_head,
-        x_stride, B_stride, C_stride, dt_token,
-    )  # fmt: skip
+    reads = (B + group * N, C + group * N, dt + head * dt_head, x + first)
+    strides = (B_stride, C_stride, dt_token, x_stride)
     state += first * N
     y += first
 
     segment = gl.load(requests + request * 3)
     last_segment = gl.load(requests + request * 3 + 1)
     source = gl.load(requests + request * 3 + 2).to(gl.int64)
-    S = _load_state(state, source, state_stride, TILE, N, layout)
-    S_rest = S
+    S = (load_state(state, source, state_stride, TILE, N, layout),)
     if REST:
-        S_rest = _load_state(state + TILE * N, source, state_stride, REST, N, rest_layout)
-    for s in range(segment, last_segment):
-        begin = gl.load(segments + s * 3)
-        end = gl.load(segments + s * 3 + 1)
-        slot = gl.load(segments + s * 3 + 2).to(gl.int64)
-        async_copy.wait_group(0)  # of the segment before, nothing may come late
-        stage = 0
-        _chunk(raw, reads, stage, begin, end, REST, num_warps)
-        for at in range(begin, end, CHUNK):
-            _chunk(raw, reads, 1 - stage, at + CHUNK, end, REST, num_warps)
-            async_copy.wait_group(1)
-            barrier()
-            _widen(raw[0], stage, B_shared, num_warps)
-            _widen(raw[1], stage, C_shared, num_warps)
-            _prepare_x(raw[3], raw[2], stage, feed, rate, num_warps)
-            if REST:
-                _prepare_x(raw[4], raw[2], stage, feed_rest, rate, num_warps)
-            barrier()
-            count = gl.minimum(CHUNK, end - at)
-            many = count // UNROLLED * UNROLLED
-            out = y + at.to(gl.int64) * (H * P)
-            for token in range(0, many, UNROLLED):
-                for i in gl.static_range(UNROLLED):
-                    own = out + (token + i) * (H * P)
-                    S, S_rest = _token(S, S_rest, feed, feed_rest, token + i, skip, own, REST)
-            for token in range(many, count):
-                own = out + token * (H * P)
-                S, S_rest = _token(S, S_rest, feed, feed_rest, token, skip, own, REST)
-            barrier()
-            stage = 1 - stage
-        if slot >= 0:
-            saved = state + slot * state_stride
-            gl.store(saved + in_state(TILE, N, layout), S)
-            if REST:
-                gl.store(saved + TILE * N + in_state(REST, N, rest_layout), S_rest)
+        reads += (x + first + TILE,)
+        strides += (x_stride,)
+        S += (load_state(state + TILE * N, source, state_stride, REST, N, rest_layout),)
+    copies = (raw, reads, strides)
+    bounds, given = (segment, last_segment), (feeds, rate, skip)
+    walk(
+        S, state, y, segments, bounds, copies, given, state_stride, H * P, _prepare, _token,
+        num_warps,
+    )  # fmt: skip
 
 
 def scan(
@@ -220,29 +241,14 @@ def scan(
     """
     n, H, P = x.shape
     G, N = B.shape[1:]
-    check_sizes(Sizes(H, P, G, N), state)
+    sizes = Sizes(H, P, G, N)
+    check_sizes(sizes, state)
     tile, rest, warps = tiles or choose_tiles(P, N)
     y = torch.empty(n, H * P, dtype=x.dtype, device=x.device)
     _scan_kernel[(H * P // (tile + rest), len(plan.requests))](
-        x,
-        B,
-        C,
-        dt,
-        A,
-        D,
-        state,
-        y,
-        plan.requests,
-        plan.segments,
-        x.stride(0),
-        B.stride(0),
-        C.stride(0),
-        *dt.stride(),
-        state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        *(x, B, C, dt, A, D, state, y, plan.requests, plan.segments),
+        *(x.stride(0), B.stride(0), C.stride(0), *dt.stride(), state.stride(0)),
+        **dict(zip("HPGN", sizes, strict=True)),
         TILE=tile,
         REST=rest,
         num_warps=warps,

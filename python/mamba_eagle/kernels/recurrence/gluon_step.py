@@ -47,6 +47,16 @@ def read_layout(elements, warps):
 
 
 @gluon.jit
+def read_rows(buffer, at, row, valid, stride, num_warps: gl.constexpr):
+    """What a buffer [rows, elements] is to hold, by ``read_layout``: rows that begin at ``at + row
+    * stride``, and zeros for those that are not valid."""
+    layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
+    element = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+    pointers = at + (row * stride)[:, None] + element[None, :]
+    return gl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@gluon.jit
 def in_state(TILE: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """Where a tile's numbers lie behind the first: [TILE, N]."""
     channel = gl.arange(0, TILE, gl.SliceLayout(1, layout))
@@ -80,7 +90,7 @@ def stepped(S, decay, dtx, B):
 
 
 @gluon.jit
-def _row(buffer, index, layout: gl.constexpr):
+def row_of(buffer, index, layout: gl.constexpr):
     """Row ``index`` of a buffer [rows, elements]."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return _reinterpret(buffer, gl.float32, buffer.shape, flat).index(index).load(layout)
@@ -88,7 +98,7 @@ def _row(buffer, index, layout: gl.constexpr):
 
 @gluon.jit
 def store_numbers(buffer, v):
-    """B or C of rows, [rows, N], to be read by ``_numbers``.
+    """B or C of rows, [rows, N], to be read by ``numbers``.
 
     A thread reads 8 consecutive numbers as two times 16 bytes. So that eight threads read 128 bytes
     in a row, which takes no bank of shared memory twice, first halves lie before second ones.
@@ -102,15 +112,15 @@ def store_numbers(buffer, v):
 
 
 @gluon.jit
-def _numbers(buffer, row, layout: gl.constexpr):
+def numbers(buffer, row, layout: gl.constexpr):
     """[1, N] for tiles of this layout."""
     N: gl.constexpr = buffer.shape[1]
     by_number: gl.constexpr = gl.SliceLayout(0, layout)
     if N < 64:
-        return _row(buffer, row, by_number)[None, :]
+        return row_of(buffer, row, by_number)[None, :]
     else:
         halves: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], layout.warps_per_cta, [1, 0])
-        v = _row(buffer, row, gl.SliceLayout(0, halves)).reshape([N // 64, 2, 8, 4])
+        v = row_of(buffer, row, gl.SliceLayout(0, halves)).reshape([N // 64, 2, 8, 4])
         v = v.permute([0, 2, 1, 3]).reshape([N])
         return gl.convert_layout(v, by_number, assert_trivial=True)[None, :]
 
@@ -120,8 +130,8 @@ def advance(S, feed, row):
     """The state after the token in ``row``."""
     layout: gl.constexpr = S.type.layout
     by_channel: gl.constexpr = gl.SliceLayout(1, layout)
-    decay, dtx = _row(feed[2], row, by_channel), _row(feed[0], row, by_channel)
-    return stepped(S, decay[:, None], dtx, _numbers(feed[3], row, layout))
+    decay, dtx = row_of(feed[2], row, by_channel), row_of(feed[0], row, by_channel)
+    return stepped(S, decay[:, None], dtx, numbers(feed[3], row, layout))
 
 
 @gluon.jit
@@ -130,14 +140,13 @@ def _first(a, b):
 
 
 @gluon.jit
-def write_output(S, feed, row, skip, y):
-    """y of the token whose x and C are in ``row``. skip: D; y: at the tile's first channel."""
-    TILE: gl.constexpr = S.shape[0]
+def sum_of_products(S, C):
+    """Σ_n S[p, n] · C[p, n] -> [rows]. S: [rows, N], of whose numbers a thread has 8 in a row; C:
+    broadcast to it."""
+    ROWS: gl.constexpr = S.shape[0]
     N: gl.constexpr = S.shape[1]
-    layout: gl.constexpr = S.type.layout
-    by_channel: gl.constexpr = gl.SliceLayout(1, layout)
-    x = _row(feed[1], row, by_channel)
-    S, C = gl.broadcast(S, _numbers(feed[4], row, layout))
+    by_row: gl.constexpr = gl.SliceLayout(1, S.type.layout)
+    S, C = gl.broadcast(S, C)
     # Of a chain's eight results only the first is written, and only it is read.
     chains = gl.inline_asm_elementwise(
         """{
@@ -157,7 +166,17 @@ def write_output(S, feed, row, skip, y):
         is_pure=True,
         pack=8,
     )
-    sums = gl.reduce(chains.reshape([TILE, N // 8, 8]), 2, _first)
-    total = gl.convert_layout(gl.sum(sums, 1), by_channel)
+    sums = gl.reduce(chains.reshape([ROWS, N // 8, 8]), 2, _first)
+    return gl.convert_layout(gl.sum(sums, 1), by_row)
+
+
+@gluon.jit
+def write_output(S, feed, row, skip, y):
+    """y of the token whose x and C are in ``row``. skip: D; y: at the tile's first channel."""
+    TILE: gl.constexpr = S.shape[0]
+    layout: gl.constexpr = S.type.layout
+    by_channel: gl.constexpr = gl.SliceLayout(1, layout)
+    x = row_of(feed[1], row, by_channel)
+    total = sum_of_products(S, numbers(feed[4], row, layout))
     out = gl.fma(gl.full([TILE], skip, gl.float32, by_channel), x, total)
     gl.store(y + gl.arange(0, TILE, by_channel), out.to(y.dtype.element_ty))

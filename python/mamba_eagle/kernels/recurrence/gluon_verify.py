@@ -9,12 +9,11 @@ root for the next one; a node's output is formed on the first path that it is on
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.recurrence.gluon_step import (
     LOG2_E,
     PLAIN,
@@ -24,6 +23,7 @@ from mamba_eagle.kernels.recurrence.gluon_step import (
     in_state,
     prepare,
     read_layout,
+    read_rows,
     store_numbers,
     tile_feed,
     tile_layout,
@@ -40,20 +40,16 @@ MAX_ROWS = 64  # that are prepared at a time
 def _prepare_B(buffer, tables, B, WIDTH: gl.constexpr, num_warps: gl.constexpr):
     """B of the rows [journal ; tree] in float32. B: of row 0."""
     layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
-    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
     row, valid = _rows(tables, buffer.shape[0], layout)
-    own = gl.load(B + (row * WIDTH)[:, None] + n[None, :], mask=valid[:, None], other=0.0)
-    store_numbers(buffer, own)
+    store_numbers(buffer, read_rows(buffer, B, row, valid, WIDTH, num_warps))
 
 
 @gluon.jit
 def _prepare_C(buffer, T, C, WIDTH: gl.constexpr, num_warps: gl.constexpr):
     """C of the nodes."""
     layout: gl.constexpr = read_layout(buffer.shape[1], num_warps)
-    n = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
     node = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
-    at = C + (node * WIDTH)[:, None] + n[None, :]
-    store_numbers(buffer, gl.load(at, mask=(node < T)[:, None], other=0.0))
+    store_numbers(buffer, read_rows(buffer, C, node, node < T, WIDTH, num_warps))
 
 
 @gluon.jit
@@ -62,16 +58,14 @@ def _prepare_x(
 ):
     """What comes of x and dt. x: of row 0, at the tile's first channel; dt: of row 0."""
     layout: gl.constexpr = read_layout(feed[0].shape[1], num_warps)
-    channel = gl.arange(0, feed[0].shape[1], gl.SliceLayout(0, layout))
     row, valid = _rows(tables, feed[0].shape[0], layout)
     step = gl.load(dt + row * H, mask=valid, other=0.0)
-    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+    own = read_rows(feed[0], x, row, valid, WIDTH, num_warps)
     prepare(feed, own, step[:, None], rate)
     node = gl.arange(0, feed[1].shape[0], gl.SliceLayout(1, layout))
     is_node = node < tables[3]
     row = gl.load(tables[1] + node, mask=is_node, other=0).to(gl.int32)
-    own = gl.load(x + (row * WIDTH)[:, None] + channel[None, :], mask=is_node[:, None], other=0.0)
-    feed[1].store(own.to(gl.float32))
+    feed[1].store(read_rows(feed[1], x, row, is_node, WIDTH, num_warps).to(gl.float32))
 
 
 @gluon.jit
@@ -93,7 +87,7 @@ def _lowest(mask):
 
 
 @gluon.jit
-def _leaves(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
+def leaves_of(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
     """Nodes without children, as bits."""
     NODES: gl.constexpr = BITS.primitive_bitwidth
     node = gl.arange(0, NODES, gl.BlockedLayout([NODES // 32], [32], [num_warps], [0]))
@@ -103,7 +97,7 @@ def _leaves(ancestors, T, BITS: gl.constexpr, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _next_node(ancestors, path, leaves, BITS: gl.constexpr):
+def next_node(ancestors, path, leaves, BITS: gl.constexpr):
     """The next node of the walk, or a negative number; what is left of its path and of the leaves;
     whether its path begins."""
     begins = path == 0
@@ -218,14 +212,14 @@ def _verify_kernel(
         rest_after_root = S_rest
         ancestors += request * T
         done = gl.full([], 1, BITS)
-        leaves = _leaves(ancestors, T, BITS, num_warps)
-        node, path, leaves, begins = _next_node(ancestors, done - 1, leaves, BITS)
+        leaves = leaves_of(ancestors, T, BITS, num_warps)
+        node, path, leaves, begins = next_node(ancestors, done - 1, leaves, BITS)
         while node >= 0:
             S = after_root.load(layout)
             S_rest = rest_after_root
             begins = node < 0
             while not begins:
-                later, path, leaves, begins = _next_node(ancestors, path, leaves, BITS)
+                later, path, leaves, begins = next_node(ancestors, path, leaves, BITS)
                 at = y + node * (H * P)
                 bit = gl.full([], 1, BITS) << node.to(BITS)
                 S = advance(S, feed, nodes_at + node)
@@ -257,37 +251,23 @@ def tree_verify(
     Raises: ValueError for more than 64 nodes, and as ``check_sizes``.
     """
     check_sizes(sizes, state)
-    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    (b, T), (H, P, _, N) = step.rows.shape, sizes
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
     M, (tile, rest, warps) = step.journal.shape[1], tiles or choose_tiles(P, N)
-    padded = max(16, triton.next_power_of_2(T + M))
+    padded = max(16, next_power_of_2(T + M))
     masks = gl.int32 if T < 32 else gl.int64
+    tables = (*step[:5], step.ancestors, step.fold)  # up to the rows
+    lengths = (T, buffers.xB.shape[1], M, state.stride(0))
     _verify_kernel[(H * P // (tile + rest), b)](
-        buffers.xB,
-        buffers.dt,
-        C,
-        A,
-        D,
-        state,
-        y,
-        *step[:5],  # up to the rows
-        step.ancestors,
-        step.fold,
-        T,
-        buffers.xB.shape[1],
-        M,
-        state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        *(buffers.xB, buffers.dt, C, A, D, state, y, *tables, *lengths),
+        **dict(zip("HPGN", sizes, strict=True)),
         TILE=tile,
         REST=rest,
         J=min(padded, MAX_ROWS),
         LONG=padded > MAX_ROWS,
-        NODES=triton.next_power_of_2(T),
+        NODES=next_power_of_2(T),
         BITS=None if T == 1 else masks,
         num_warps=warps,
         maxnreg=REGISTERS,

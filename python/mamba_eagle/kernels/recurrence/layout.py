@@ -1,7 +1,5 @@
 """How the recurrence's kernels divide a head among programs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -28,13 +26,13 @@ def choose_tiles(head_dim: int, state_size: int) -> Tiles:
     return Tiles(min(tile, head_dim & -head_dim), 0, 4)
 
 
-def check_sizes(sizes: Sizes, state: Tensor) -> None:
+def check_sizes(sizes: Sizes, state: Tensor, largest: int = 256) -> None:
     """Raises: ValueError for sizes and states that the kernels do not take."""
     H, P, G, N = sizes
-    if P % 16 or N & (N - 1) or not 16 <= N <= 256:
+    if P % 16 or N & (N - 1) or not 16 <= N <= largest:
         raise ValueError(
             f"{P} channels per head, {N} numbers per channel: heads must be a multiple of 16, and "
-            "states 16 to 256, a power of two"
+            f"states 16 to {largest}, a power of two"
         )
     if state.dtype != torch.float32:
         raise ValueError(f"a state in {state.dtype}: exact bits need float32")

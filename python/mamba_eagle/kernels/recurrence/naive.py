@@ -10,8 +10,6 @@ apart one after the other; what is left in halves. ``ssd/naive.py`` has the same
 Shapes: l tokens, H heads of P channels, G groups, N state size.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

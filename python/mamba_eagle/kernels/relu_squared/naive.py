@@ -3,8 +3,6 @@
 out = max(x, 0)²
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,14 +1,12 @@
 """relu(x)² in one pass, in place, or to float8."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 BLOCK = 2048
@@ -34,7 +32,7 @@ def relu_squared_(x: Tensor) -> Tensor:
     Rounded once, as torch.py's is.
     """
     size = x.numel()
-    _relu_squared_kernel[(triton.cdiv(size, BLOCK),)](
+    _relu_squared_kernel[(cdiv(size, BLOCK),)](
         x, size, BLOCK=BLOCK, num_warps=4, **overlapping(x.device)
     )
     return x
@@ -71,7 +69,7 @@ def rounded_relu_squared(x: Tensor, rounding: Rounding) -> Rounded:
     """``relu(x)²`` as float8. x [n, size], last dimension contiguous. rounding: without groups."""
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _rounded_relu_squared_kernel[(n,)](
         x,
         out.scale,

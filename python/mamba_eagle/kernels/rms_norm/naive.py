@@ -3,8 +3,6 @@
 out_i = weight_i · x_i / sqrt(mean(x²) + eps)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """RMSNorm in one pass, in the model's dtype or as float8, of a sum where there is one."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import (
     blocks_of,
     inside_row,
@@ -128,7 +126,7 @@ def _launch_norm(
     rows, own, warps = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None), choose_warps
     if rounds := isinstance(out, Rounded):
         rows, own, warps = 1, (out.scale, out.values, out.scale), warps_of_row
-    _norm_kernel[(triton.cdiv(n, rows),)](
+    _norm_kernel[(cdiv(n, rows),)](
         x,
         x if added is None else added,
         weight,
@@ -151,7 +149,7 @@ def _launch_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As torch.py's. x [n, size], last dimension contiguous -> [n, size], contiguous."""
+    """As ``LayerOps``': x [n, size], last dimension contiguous -> [n, size], contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, out, eps)
     return out

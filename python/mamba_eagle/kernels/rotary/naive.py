@@ -9,8 +9,6 @@ Channels from 2 · half on carry no position and stay as they are. (The paper pa
 channels 2i and 2i + 1; published checkpoints store the halves of a head one after the other.)
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Rotary position encoding in torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,12 +1,10 @@
 """Rotary position encoding in place, after a norm of each head if there is one: one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 
@@ -127,10 +125,10 @@ def rotate_(
         K_HEADS=others.shape[1],
         HALF=half,
         REST=rest,
-        Q_PADDED=triton.next_power_of_2(heads),
-        K_PADDED=triton.next_power_of_2(others.shape[1]),
-        HALF_PADDED=triton.next_power_of_2(half),
-        REST_PADDED=triton.next_power_of_2(max(rest, 1)),
+        Q_PADDED=next_power_of_2(heads),
+        K_PADDED=next_power_of_2(others.shape[1]),
+        HALF_PADDED=next_power_of_2(half),
+        REST_PADDED=next_power_of_2(max(rest, 1)),
         num_warps=4,
         **overlapping(x.device),
     )

@@ -9,8 +9,6 @@ top-p of what top-k left; min-p relative to the best token. A token counts with 
 on the order of addition.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the sampler's kernels read: parameters by request slot, and the nodes of a step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, get_type_hints
 
 from torch import Tensor

@@ -12,8 +12,6 @@ thresholds are found bit by bit. Neither depends on the order of the list. What 
 in triton_rows.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton_rows import (
     ANY_PLACE,
@@ -52,11 +51,7 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     threshold,
     token_of,
 )
-from mamba_eagle.kernels.sampling.triton_search import (
-    nominate_kernel,
-    search_kernel,
-    weigh_kernel,
-)
+from mamba_eagle.kernels.sampling.triton_search import nominate_kernel, search_kernel, weigh_kernel
 
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept
@@ -425,8 +420,8 @@ def _empty_rows(count: int, V: int, sizes: Sizes, device: torch.device) -> _Rows
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    blocks = triton.cdiv(V, sizes.block)
-    subs = triton.next_power_of_2(blocks) * (sizes.block // sizes.sub)
+    blocks = cdiv(V, sizes.block)
+    subs = next_power_of_2(blocks) * (sizes.block // sizes.sub)
     highest, pivots, listed, queue = (integers(count) for _ in range(4))
     return _Rows(
         maxima=integers(count, subs),
@@ -460,7 +455,7 @@ def _find_pivots(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         reads.flags,
         reads.integers,
         reads.slots,
-        triton.cdiv(reads.V, sizes.sub),
+        cdiv(reads.V, sizes.sub),
         reads.T,
         SUBS=subs,
         num_warps=1,  # so that no sum leaves a warp
@@ -500,7 +495,7 @@ def _choose_from_lists(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         ID_BITS=_id_bits(reads),
         SUBS=rows.maxima.shape[1],
         SUB=sizes.sub,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
         LIST=sizes.short_list,
         FEW=sizes.few,
         num_warps=_warps(sizes.short_list),
@@ -513,7 +508,7 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     found = rows.sampled.new_empty(count, blocks, sizes.each)
     weights = rows.sampled.new_empty(count, sizes.nominees, blocks)
     pool = {
-        "POOL": triton.next_power_of_2(blocks * sizes.each),
+        "POOL": next_power_of_2(blocks * sizes.each),
         "EACH": sizes.each,
         "NOMINEES": sizes.nominees,
     }
@@ -553,7 +548,7 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         blocks,
         ID_BITS=ids,
         BLOCK=sizes.tile,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
         **pool,
         num_warps=_warps(sizes.tile),
     )

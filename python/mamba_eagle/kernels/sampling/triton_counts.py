@@ -1,10 +1,10 @@
 """Counting the tokens of a request's output: torch.py in one launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.gpu import next_power_of_2
 
 # views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "tokens", "number"]
@@ -29,7 +29,7 @@ def _count_kernel(
 
 
 def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
-    """As torch.py's count_tokens."""
+    """As ``TokenOps.count_tokens``."""
     b, width = tokens.shape
     _count_kernel[(b,)](
         counts,
@@ -38,6 +38,6 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) 
         number.contiguous(),
         counts.shape[1],
         width,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=next_power_of_2(width),
         num_warps=1,
     )

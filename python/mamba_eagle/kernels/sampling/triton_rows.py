@@ -13,8 +13,6 @@ added to something are rounded first (``rounded_product``), quotients are rounde
 exponentials and noise are computed as there.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

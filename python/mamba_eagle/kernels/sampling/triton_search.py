@@ -15,8 +15,6 @@ Only the best EACH scores of a block are nominees. What is below the last of a f
 looked at: a better one of that block may be missing.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ that key:
 With u uniform in (0, 1), ``-log(-log(u))`` is standard Gumbel noise (Gumbel-max trick).
 """
 
-from __future__ import annotations
-
 import math
 
 BITS = 31

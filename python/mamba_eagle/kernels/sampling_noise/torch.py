@@ -6,8 +6,6 @@ https://doi.org/10.1145/2714064.2660195), in int64 arithmetic that wraps around:
 hash of its seed and position, and token v takes output v of the sequence that starts at the key.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,12 +1,11 @@
 """torch.py's noise in one pass: a kernel that reads two integers per row and writes [n, V]."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.sampling_noise import torch as noise
 
 GAMMA = tl.constexpr(noise.GAMMA)
@@ -78,7 +77,7 @@ def _gumbel_kernel(
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """As torch.py's gumbel: seed, position [n] int64 -> [n, V] float32."""
     out = torch.empty(len(seed), vocab_size, dtype=torch.float32, device=seed.device)
-    block = min(1024, triton.next_power_of_2(vocab_size))
-    grid = (len(seed), triton.cdiv(vocab_size, block))
+    block = min(1024, next_power_of_2(vocab_size))
+    grid = (len(seed), cdiv(vocab_size, block))
     _gumbel_kernel[grid](seed.contiguous(), position.contiguous(), out, vocab_size, BLOCK=block)
     return out

@@ -3,8 +3,6 @@
 out_i = y_i / (1 + exp(-gate_i))
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

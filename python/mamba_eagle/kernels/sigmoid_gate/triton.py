@@ -1,13 +1,11 @@
 """A sigmoid gate in one pass, rounded once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 BLOCK = 1024
@@ -43,9 +41,9 @@ def gate_by_sigmoid(y: Tensor, gate: Tensor) -> Tensor:
     side."""
     y = y.contiguous()  # attention in torch leaves heads apart
     heads, size = (1 if y.dim() == 2 else y.shape[1]), y.shape[-1]
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = min(BLOCK, next_power_of_2(size))
     out = torch.empty_like(y)
-    _gate_kernel[(len(y), heads, triton.cdiv(size, block))](
+    _gate_kernel[(len(y), heads, cdiv(size, block))](
         y,
         gate,
         out,

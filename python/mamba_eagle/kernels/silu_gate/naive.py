@@ -3,8 +3,6 @@
 out_i = silu(gate_i) up_i
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

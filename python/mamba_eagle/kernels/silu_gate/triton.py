@@ -1,13 +1,11 @@
 """The gate of an MLP in one pass, rounded once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
 BLOCK = 1024
@@ -35,7 +33,7 @@ def silu_and_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up``: both [n, 2 * size], last dimension contiguous -> [n, size]."""
     n, size = both.shape[0], both.shape[1] // 2
     out = torch.empty(n, size, dtype=both.dtype, device=both.device)
-    _silu_and_mul_kernel[(n, triton.cdiv(size, BLOCK))](
+    _silu_and_mul_kernel[(n, cdiv(size, BLOCK))](
         both,
         out,
         both.stride(0),

@@ -9,8 +9,6 @@ Shapes: l tokens, H heads of P channels, G groups, N state size. Head h reads B 
 ``h // (H/G)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,15 +4,10 @@ Shapes: b sequences, l tokens, H heads of P channels, G groups, N state size. He
 C of group ``h // (H/G)``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from mamba_eagle.kernels.prefill_plan import Prompt
 
 # Tokens per chunk, where results are all that counts: a chunk of q tokens takes q² numbers per head
 # in several passes over memory. The chunk in a checkpoint's config suits the GPU that trained it.
@@ -86,35 +81,3 @@ def ssd_chunked(
     y = y + (Ch @ boundary[:, :-1].transpose(-1, -2)) * log_decay.exp()[..., None]
     y = y.transpose(2, 3).flatten(1, 2)[:, :length] + D.float()[:, None] * x.float()
     return ScanResult(y.to(x.dtype), state, boundary)
-
-
-def scan_prompts(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    prompts: Sequence[Prompt],
-    chunk: int = 64,
-) -> Tensor:
-    """naive.py's, with dt in float32. state: [slots, H, P, N], written where the prompts save.
-    Returns: y [n, H, P], dtype of x."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for prompt in prompts:
-        carried = state.new_zeros(1, *state.shape[1:], dtype=torch.float32)
-        if prompt.source >= 0:
-            carried = state[prompt.source][None].float()
-        begin = prompt.first
-        for offset, slot in (*prompt.saves, (prompt.length, None)):
-            end = prompt.first + offset
-            if begin < end:
-                parts = (part[None, begin:end] for part in (x, dt, B, C))
-                x_part, dt_part, B_part, C_part = parts
-                found = ssd_chunked(x_part, dt_part, A, B_part, C_part, D, chunk, carried)
-                y[begin:end], carried = found.y[0], found.final_state
-            if slot is not None:
-                state[slot] = carried[0].to(state.dtype)
-            begin = end
-    return y

@@ -15,8 +15,6 @@ inputs every product consists of three tf32 products. Sums are float32, and the 
 starts again in each chunk.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
@@ -208,8 +207,8 @@ def scan(
     n, H, P = x.shape
     G, N = B.shape[1:]
     config = config or choose_config(P, N, x.dtype)
-    rest = P % config.tile and max(16, triton.next_power_of_2(P % config.tile))
-    tiles = triton.cdiv(P, config.tile)
+    rest = P % config.tile and max(16, next_power_of_2(P % config.tile))
+    tiles = cdiv(P, config.tile)
     y = torch.empty(n, H * P, dtype=x.dtype, device=x.device)
     _scan_kernel[(H * tiles, len(plan.requests))](
         x,

@@ -15,8 +15,6 @@ the layer, and the place of the number in the layer's state:
 are those of "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
 """
 
-from __future__ import annotations
-
 import math
 import struct
 

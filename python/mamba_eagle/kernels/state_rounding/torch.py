@@ -1,7 +1,5 @@
 """naive.py for whole states. Equal bit for bit on all devices and in all forms."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

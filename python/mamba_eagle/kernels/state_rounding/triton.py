@@ -1,12 +1,11 @@
 """naive.py inside of kernels that write states: nothing but the key is read from memory."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv
 from mamba_eagle.kernels.sampling_noise.triton import mixed
 from mamba_eagle.kernels.state_rounding import torch as rounding
 
@@ -60,6 +59,6 @@ def _token_keys_kernel(
 def token_keys(seeds: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """As torch.py's, of ``seeds[slots]``: seeds [R], slots and positions [n], all int64 -> [n]."""
     keys = torch.empty_like(slots)
-    grid = (triton.cdiv(len(slots), 64),)
+    grid = (cdiv(len(slots), 64),)
     _token_keys_kernel[grid](seeds, slots, positions.contiguous(), keys, len(slots), BLOCK=64)
     return keys

@@ -3,8 +3,6 @@
 out[i, v] = logits[i, v] if bit v of masks[j] is set or no j has rows[j] = i, else -inf
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,11 +1,11 @@
 """Masked logits in one pass over the constrained rows; the others are copied with them."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.gpu import cdiv
 
 BLOCK = 2048
 
@@ -31,9 +31,9 @@ def _mask_kernel(
 
 
 def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """As torch.py's: logits [n, V], rows [m] int64, masks [m, W] int32 -> [n, V]."""
+    """As ``TokenOps``': logits [n, V], rows [m] int64, masks [m, W] int32 -> [n, V]."""
     n, vocab = logits.shape
     out = torch.empty_like(logits) if len(rows) == n else logits.clone()
-    grid = (len(rows), triton.cdiv(vocab, BLOCK))
+    grid = (len(rows), cdiv(vocab, BLOCK))
     _mask_kernel[grid](logits, rows, masks, out, vocab, masks.shape[1], BLOCK=BLOCK, num_warps=8)
     return out

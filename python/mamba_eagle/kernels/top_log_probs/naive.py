@@ -5,8 +5,6 @@
 Of equal logits the lower token id comes first.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

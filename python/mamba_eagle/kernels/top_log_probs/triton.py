@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
@@ -199,8 +199,8 @@ def best_of_blocks(
     vocabulary; a block with fewer than k tokens has keys that are none."""
     n, V = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    block = max(block, triton.next_power_of_2(k))
-    found = Blocks.empty(n, triton.cdiv(V, block), k, logits.device)
+    block = max(block, next_power_of_2(k))
+    found = Blocks.empty(n, cdiv(V, block), k, logits.device)
     _block_kernel[(found.keys.shape[1], n)](
         logits, *found, V, logits.stride(0), first, K=k, BLOCK=block, num_warps=warps
     )
@@ -225,9 +225,9 @@ def maxima_of(
             block, and the sum of exp(logit - largest).
     """
     (n, V) = logits.shape
-    parts = triton.cdiv(V, part)
+    parts = cdiv(V, part)
     maxima = torch.empty(n, parts, device=logits.device)
-    _maxima_kernel[(triton.cdiv(V, read), n)](
+    _maxima_kernel[(cdiv(V, read), n)](
         logits,
         maxima,
         largest,
@@ -257,7 +257,7 @@ def top_log_probs(
     if not 1 <= k <= min(MAX_TOP, V):
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    parts, blocks, device = triton.cdiv(V, part), triton.cdiv(V, read), logits.device
+    parts, blocks, device = cdiv(V, part), cdiv(V, read), logits.device
     largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
@@ -274,10 +274,10 @@ def top_log_probs(
         parts,
         blocks,
         K=k,
-        KP=triton.next_power_of_2(k),
+        KP=next_power_of_2(k),
         PART=part,
-        PARTS=triton.next_power_of_2(parts),
-        BLOCKS=triton.next_power_of_2(blocks),
+        PARTS=next_power_of_2(parts),
+        BLOCKS=next_power_of_2(blocks),
         num_warps=4,
         **overlapping(device),
     )

@@ -8,8 +8,6 @@ token for token t of a drafter, whose vocabulary may be a part of the target's. 
 lower t comes first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: b requests, R request slots, V vocabulary, V' of it that a drafter knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

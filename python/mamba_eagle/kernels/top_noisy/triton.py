@@ -8,13 +8,12 @@ by the temperature only as differences from the best. So a drafter with the targ
 tokens as the target does, at any temperature.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_log_probs.triton import (
@@ -141,8 +140,8 @@ def best_of_blocks(
     flat = logits.flatten(0, 1)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     n = b * lanes
-    block = max(block, triton.next_power_of_2(k))
-    blocks = triton.cdiv(V, block)
+    block = max(block, next_power_of_2(k))
+    blocks = cdiv(V, block)
     found = Blocks.empty(n, blocks, k, logits.device)
     apart = lanes if n * blocks <= ONE_WAVE else 1
     _block_kernel[(blocks, b, apart)](
@@ -196,8 +195,8 @@ def top_noisy(
         lanes,
         APART=noise.temperatures.stride(0),
         K=k,
-        BLOCKS=triton.next_power_of_2(count),
-        KEYS=triton.next_power_of_2(count * k),
+        BLOCKS=next_power_of_2(count),
+        KEYS=next_power_of_2(count * k),
         num_warps=1 if count * k <= 256 else 4,
     )
     return found

@@ -9,8 +9,6 @@ add up to beside that: t_r = log Σ_v exp(score_v - h_r). Then, with h the highe
 Of equal scores the lower token id comes first.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

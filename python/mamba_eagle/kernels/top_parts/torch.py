@@ -9,8 +9,6 @@ keys, best first, then the two numbers that its scores add up to, as bits of flo
 Keys differ, so their order is the same on all ranks. Shapes: n rows; own V, a rank's tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,21 +5,14 @@ A part's numbers are those of torch.py, but where noise is added, scores are ``l
 noise`` as in top_noisy/triton.py, and totals are of differences divided by the temperature.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import next_power_of_2
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.top_log_probs.triton import (
-    LOW_HALF,
-    NO_KEY,
-    Blocks,
-    key_number,
-    key_value,
-)
+from mamba_eagle.kernels.top_log_probs.triton import LOW_HALF, NO_KEY, Blocks, key_number, key_value
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_noisy.triton import sharpness_of
 
@@ -120,8 +113,8 @@ def packed(found: Blocks, noise: NoiseKeys | None, lanes: int) -> Tensor:
         lanes,
         APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
-        BLOCKS=triton.next_power_of_2(blocks),
-        KEYS=triton.next_power_of_2(blocks * k),
+        BLOCKS=next_power_of_2(blocks),
+        KEYS=next_power_of_2(blocks * k),
         num_warps=1 if blocks * k <= 256 else 4,
     )
     return out
@@ -146,8 +139,8 @@ def merged(parts: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: in
         lanes,
         APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
-        RANKS=triton.next_power_of_2(ranks),
-        KEYS=triton.next_power_of_2(ranks * k),
+        RANKS=next_power_of_2(ranks),
+        KEYS=next_power_of_2(ranks * k),
         num_warps=1,
     )
     return found

@@ -8,8 +8,6 @@ A node sees its request's prefix and its own path from the root, and nothing els
 heads in groups: query head h reads key head ``h // (heads / kv_heads)`` (arXiv 2305.13245).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

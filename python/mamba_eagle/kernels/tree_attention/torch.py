@@ -1,8 +1,6 @@
 """Attention of tree nodes, of drafted blocks and of prompt chunks over gathered keys and values, in
 torch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

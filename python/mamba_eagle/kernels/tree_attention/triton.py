@@ -11,8 +11,6 @@ Nothing here waits for the device. The grid depends on shapes alone, as a captur
 the device determines how many shares a prefix has, and programs without a share end at once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3
 from mamba_eagle.kernels.float8.triton import to_e4m3
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
@@ -285,21 +283,21 @@ def choose_config(
     every multiprocessor two programs, or one of 8 warps. Measured with
     benchmark/kernels/bench_tree_attention.py; see benchmark/kernels.md.
     """
-    wide = max(1, triton.next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
-    needed = triton.next_power_of_2(nodes * heads // kv_heads)
+    wide = max(1, next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
+    needed = next_power_of_2(nodes * heads // kv_heads)
     rows = min(max(16, needed), max(16, 128 // wide))
     if itemsize > 2:
         # from 64 rows on, products use wgmma, for which ptxas 12.8 generates code that reads
         # outside of shared memory; float32 does not have to be fast
         rows = min(rows, 32)
-    tiles = triton.cdiv(nodes * heads // kv_heads, rows)
+    tiles = cdiv(nodes * heads // kv_heads, rows)
     programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
     while splits * 2 * batch * kv_heads * tiles <= programs and splits < MAX_SPLITS:
         splits *= 2
     # on a short prefix, joining shares costs more than it saves unless the device is nearly idle
     least = max(64, rows) if splits > 8 else 256
-    most = triton.next_power_of_2(triton.cdiv(positions, least))
+    most = next_power_of_2(cdiv(positions, least))
     warps = 8 if rows > 64 else 4
     if splits == 1 and rows == 16 and wide == 1:
         return Config(rows, 128, 1, least, warps, 2)
@@ -349,7 +347,7 @@ def paged_tree_attention(
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
     strides = (q.stride(0), k.stride(0), v.stride(0), positions)
-    tiles = triton.cdiv(T * heads // kv_heads, config.rows)
+    tiles = cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
         *(*tensors, sinks, window, scale, *strides, T, E, config.splits, config.least),
         **_sizes(q, k, own, masks),
@@ -374,8 +372,8 @@ def _sizes(q: Tensor, k: Tensor, own: Tensor, masks: Tensor) -> dict[str, int]:
         "GROUP": heads // kv_heads,
         "KV_HEADS": kv_heads,
         "D": D,
-        "DP": max(16, triton.next_power_of_2(D)),
-        "NODES": max(16, min(64, triton.next_power_of_2(E))),
+        "DP": max(16, next_power_of_2(D)),
+        "NODES": max(16, min(64, next_power_of_2(E))),
         "WORDS": words,
         "HAS_OLD": E > T,
     }
@@ -399,9 +397,9 @@ def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: 
     b, splits, n, D = shares.outputs.shape
     if splits == 1:
         return out
-    padded = triton.next_power_of_2(D)
+    padded = next_power_of_2(D)
     rows = max(1, JOINED // padded)
-    _join_kernel[(triton.cdiv(n, rows), b)](
+    _join_kernel[(cdiv(n, rows), b)](
         *shares,
         prefix,
         out,

@@ -1,13 +1,13 @@
 """Ancestor sets as bit masks, one launch each: packing them, and continuing those of lanes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
 
@@ -41,10 +41,10 @@ def pack_paths(ancestors: Tensor) -> Tensor:
     """Which of E nodes each of T sees, as bits: [b, T, E] bool of any strides ->
     [b, T, ceil(E / 64)] int64; node e is bit e % 64 of word e // 64."""
     b, T, E = ancestors.shape
-    words = triton.cdiv(E, 64)
+    words = cdiv(E, 64)
     masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)
-    rows = min(8, triton.next_power_of_2(T))
-    _pack_kernel[(triton.cdiv(T, rows) * words, b)](
+    rows = min(8, next_power_of_2(T))
+    _pack_kernel[(cdiv(T, rows) * words, b)](
         ancestors.view(torch.uint8),
         masks,
         T,
@@ -52,7 +52,7 @@ def pack_paths(ancestors: Tensor) -> Tensor:
         *ancestors.stride(),
         WORDS=words,
         ROWS=rows,
-        BITS=min(64, triton.next_power_of_2(E)),
+        BITS=min(64, next_power_of_2(E)),
         num_warps=1,
     )
     return masks
@@ -108,7 +108,7 @@ def continue_lanes(
             of all depths.
     """
     b, k = above.shape
-    words = triton.cdiv(old + k, 64)
+    words = cdiv(old + k, 64)
     nodes = LaneNodes(
         torch.empty(b, old + k, dtype=torch.int64, device=above.device),
         torch.empty(b, k, words, dtype=torch.int64, device=above.device),
@@ -121,10 +121,10 @@ def continue_lanes(
         first_slot,
         lanes,
         K=k,
-        KP=triton.next_power_of_2(k),
+        KP=next_power_of_2(k),
         OLD_WORDS=0 if seen is None else seen.shape[2],
         WORDS=words,
-        EP=triton.next_power_of_2(old + k),
+        EP=next_power_of_2(old + k),
         num_warps=1,
     )
     return nodes

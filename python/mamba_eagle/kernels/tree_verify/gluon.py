@@ -15,16 +15,13 @@ Precision: as in triton.py. Factors in float32 are split into two 16-bit numbers
 takes S0 in tf32, sums are float32.
 """
 
-from __future__ import annotations
-
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, overlapping
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, next_power_of_2, overlapping
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify import triton as by_compiler
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
@@ -316,7 +313,7 @@ def tree_verify(
         G=G,
         N=N,
         TP=8 if T <= 8 else 16,
-        J=max(16, triton.next_power_of_2(T + M)),
+        J=max(16, next_power_of_2(T + M)),
         TILES=tiles,
         SIZE=min(N, CHUNK),
         num_warps=1,

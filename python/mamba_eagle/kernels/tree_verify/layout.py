@@ -12,8 +12,6 @@ Each request slot has a list of *places* in its buffer of raw convolution inputs
 K-1 nearest ancestors of a tree's root are a slice of it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import torch

@@ -12,8 +12,6 @@ One request: T nodes, H heads of P channels, G groups, N state size. ``parents``
 above each node; a root is its own parent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

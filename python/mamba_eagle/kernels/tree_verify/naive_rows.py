@@ -10,8 +10,6 @@ on. After a fold the journal is empty and the tail takes the place of the histor
 inputs that are still needed and are not given to new nodes.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

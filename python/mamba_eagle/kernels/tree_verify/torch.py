@@ -6,8 +6,6 @@ tokens accepted since S0, the state in its state slot, was written) and this ste
 a row or node is the sum of ``dt·A`` along its path from S0.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

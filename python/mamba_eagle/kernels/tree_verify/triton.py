@@ -14,8 +14,6 @@ products. Sums are float32.
 Nothing here waits for the device, and the grid depends on the batch alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
@@ -420,7 +418,7 @@ def _launch_one_node(
         P=P,
         G=G,
         N=N,
-        J=triton.next_power_of_2(1 + M),
+        J=next_power_of_2(1 + M),
         TILE=config.tile,
         EARLY=config.early,
         num_warps=config.warps,
@@ -466,8 +464,8 @@ def _launch(
         P=P,
         G=G,
         N=N,
-        TP=max(16, triton.next_power_of_2(T)),
-        J=max(16, triton.next_power_of_2(T + M)),
+        TP=max(16, next_power_of_2(T)),
+        J=max(16, next_power_of_2(T + M)),
         TILE=config.tile,
         TILES=config.tiles,
         FOLDING=folding,

@@ -5,13 +5,12 @@ folded by tree_verify. The number of rows to fold is read on the device, and a r
 moves no state. Precision as in triton.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import next_power_of_2
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import Folds, RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton import channel_tiles
@@ -119,7 +118,7 @@ def fold_journals(buffers: RowBuffers, state: Tensor, folds: Folds, sizes: Sizes
         P=P,
         G=G,
         N=N,
-        J=max(16, triton.next_power_of_2(M)),
+        J=max(16, next_power_of_2(M)),
         TILE=tile,
         PRECISION="tf32x3" if buffers.xB.dtype == torch.float32 else "tf32",
         num_warps=4,

@@ -4,13 +4,12 @@ Each request has one program; accepting has one more for each block of its featu
 what ``path`` is, and naive_rows.py what is chosen.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 
 
@@ -124,10 +123,10 @@ def begin_rows(
         paths.path.shape[1],
         *ancestors.stride(),
         HISTORY=room.history,
-        HP=triton.next_power_of_2(room.history),
-        TP=triton.next_power_of_2(T),
-        MP=triton.next_power_of_2(room.max_journal),
-        WP=triton.next_power_of_2(room.rows),
+        HP=next_power_of_2(room.history),
+        TP=next_power_of_2(T),
+        MP=next_power_of_2(room.max_journal),
+        WP=next_power_of_2(room.rows),
         num_warps=1 if T <= 16 and room.rows <= 64 else 4,
     )
     return step
@@ -218,8 +217,8 @@ def accept_rows(
     T, F = step.rows.shape[1], feature.shape[2]
     assert step.fold is not None
     features = features if F == 0 or features.stride(2) == 1 else features.contiguous()
-    block = min(1024, triton.next_power_of_2(max(F, 1)))
-    _accept_kernel[(1 + triton.cdiv(F, block), b)](
+    block = min(1024, next_power_of_2(max(F, 1)))
+    _accept_kernel[(1 + cdiv(F, block), b)](
         *step[:5],  # up to the rows
         step.tail,
         step.fold.view(torch.uint8),
@@ -238,9 +237,9 @@ def accept_rows(
         features.stride(0),
         features.stride(1),
         D=D,
-        DP=triton.next_power_of_2(D),
+        DP=next_power_of_2(D),
         HISTORY=room.history,
-        HP=triton.next_power_of_2(room.history),
+        HP=next_power_of_2(room.history),
         BLOCK=block,
         num_warps=4,
     )

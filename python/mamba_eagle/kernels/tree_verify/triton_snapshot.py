@@ -10,8 +10,6 @@ Rows are filled by causal_conv/triton.py's tree_conv, as for triton.py: node i h
 waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import cdiv
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
@@ -194,7 +193,7 @@ def commit_snapshots(
     """
     layers, R, W, *shape = node_states.shape
     size = torch.Size(shape).numel()
-    _copy_kernel[(triton.cdiv(size, block), layers, len(slots))](
+    _copy_kernel[(cdiv(size, block), layers, len(slots))](
         node_states,
         state,
         slots,

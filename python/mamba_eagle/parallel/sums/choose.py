@@ -1,34 +1,32 @@
-"""Which way of adding up is taken for how many tokens: found out at the start, by all ranks alike.
+"""How sums over ranks are made for how many tokens: found out at the start, by all ranks alike.
 
-A method is used only where it could be made on every rank, gave the sums of the group's own
-collective on random numbers in captured calls, with equal bits on all ranks, and was the fastest.
+A method of ours is used only where it could be made on every rank, gave the sums of the group's own
+collective on random numbers in captured calls, with equal bits on all ranks, and was faster.
 Docs: docs/design/parallel.md.
 """
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import Group, Site
 from mamba_eagle.parallel.sum_table import FusedSum, SumMethod, SumTable
-from mamba_eagle.parallel.sums.deadline import ends_within
-from mamba_eagle.parallel.sums.site import JoinedSum, Site
+from mamba_eagle.parallel.sums.shared_memory import JoinedSum, ends_within
 from mamba_eagle.parallel.sums.trial import AddNorm, Bench, Trial
 
 log = logging.getLogger("mamba_eagle.parallel")
 
-GAIN = 0.97  # another method replaces the collective where it takes less than this part of its time
+GAIN = 0.97  # a method replaces the collective where it takes less than this part of its time
 MIXED_ROUNDS = 3
 MAX_SECONDS = 120.0  # for a step of this that takes a few
 
 
 class Collective(SumMethod):
     """The group's own: NCCL, or gloo."""
-
-    name = "collective"
 
     def __init__(self, group: Group) -> None:
         """group: one that has no table yet."""
@@ -43,32 +41,15 @@ def sizes_up_to(tokens: int) -> list[int]:
     return sorted({*(1 << bit for bit in range(tokens.bit_length())), tokens})
 
 
-class Choice:
-    """The methods that are left, and what they took."""
+class Choice(NamedTuple):
+    """What a method is compared with, and by what."""
 
-    def __init__(
-        self,
-        site: Site,
-        kinds: Sequence[type[JoinedSum]],
-        add_norm: AddNorm,
-        bench: Bench,
-        *,
-        or_collective: bool = True,
-    ) -> None:
-        """kinds: the methods to try. or_collective: whether the collective stays where it is the
-        fastest; else it is for what no other method can."""
-        self.site, self.add_norm, self.bench = site, add_norm, bench
-        self.or_collective = or_collective
-        self.sizes = sizes_up_to(site.tokens)
-        self.trials: dict[SumMethod, list[Trial]] = {}
-        for kind in kinds:
-            method = self._joined(kind)
-            if method is not None:
-                self.trials[method] = []
+    site: Site
+    add_norm: AddNorm
+    bench: Bench
+    or_collective: bool  # it stays where it is faster; else it is for what the method cannot
 
-    # ── what works ──
-
-    def _agreed(self, name: str, problem: str) -> bool:
+    def agreed(self, name: str, problem: str) -> bool:
         """Whether no rank has a problem."""
         if self.site.group.smallest([not problem])[0]:
             return True
@@ -76,47 +57,35 @@ class Choice:
         log.warning("sums are not added up by %s: %.300s", name, why)
         return False
 
-    def _joined(self, kind: type[JoinedSum]) -> SumMethod | None:
+    # ── what works ──
+
+    def joined(self, kind: type[JoinedSum]) -> SumMethod | None:
         """None if it cannot be made on every rank. First each rank looks for itself: one that
         failed while they join would leave the others waiting."""
-        if not self._agreed(kind.name, attempt(lambda: kind.why_not(self.site))):
+        if not self.agreed(kind.name, attempt(lambda: kind.why_not(self.site))):
             return None
         made: list[SumMethod] = []
         with ends_within(MAX_SECONDS, f"preparations of sums by {kind.name}"):
             problem = attempt(lambda: made.append(kind.join(self.site)))
-            return made[0] if self._agreed(kind.name, problem) else None
+            return made[0] if self.agreed(kind.name, problem) else None
 
-    def test(self) -> None:
-        """Drop the methods that do not give the collective's sums: for each number of tokens, and
-        then with captured calls for all of them in any order, as in steps."""
-        for method, trials in list(self.trials.items()):
+    def works(self, method: SumMethod) -> bool:
+        """Whether it gives the collective's sums: for each number of tokens, and then with captured
+        calls for all of them in any order, as in steps."""
+        trials: list[Trial] = []
+        try:
             with ends_within(MAX_SECONDS, f"trials of sums by {method.name}"):
-                self._try_all(method, trials)
-        with ends_within(MAX_SECONDS, "trials of sums in any order"):
-            self._test_mixed()
+                return self._each_works(method, trials) and self._mixed_work(method, trials)
+        finally:
+            for trial in trials:
+                trial.forget()
 
-    def _try_all(self, method: SumMethod, trials: list[Trial]) -> None:
-        for n in self.sizes:
+    def _each_works(self, method: SumMethod, trials: list[Trial]) -> bool:
+        for n in sizes_up_to(self.site.tokens):
             problem = attempt(lambda: self._tried(method, n, trials))  # noqa: B023
-            if not self._agreed(f"{method.name} ({n} tokens)", problem):
-                return self._drop(method)
-
-    def _test_mixed(self) -> None:
-        mixed = [trial for trials in self.trials.values() for trial in trials]
-        order = random.Random(0)  # the same on all ranks
-        for _ in range(MIXED_ROUNDS):
-            order.shuffle(mixed)
-            for trial in mixed:
-                trial.refill()
-            for trial in mixed:
-                trial.recorded.repeat()
-            for trial in list(mixed):
-                problem = trial.problem() if trial.method in self.trials else ""
-                if not self._agreed(f"{trial.method.name} (in any order)", problem):
-                    self._drop(trial.method)
-            mixed = [trial for trial in mixed if trial.method in self.trials]
-        for trial in mixed:
-            trial.forget()
+            if not self.agreed(f"{method.name} ({n} tokens)", problem):
+                return False
+        return True
 
     def _tried(self, method: SumMethod, n: int, trials: list[Trial]) -> str:
         trial = Trial(self.site, method, n, self.add_norm, self.bench.record)
@@ -128,35 +97,40 @@ class Choice:
             found.append(trial.problem())
         return next(filter(None, found), "")
 
-    def _drop(self, method: SumMethod) -> None:
-        for trial in self.trials.pop(method):
-            trial.forget()
+    def _mixed_work(self, method: SumMethod, trials: list[Trial]) -> bool:
+        order = random.Random(0)  # the same on all ranks
+        for _ in range(MIXED_ROUNDS):
+            order.shuffle(trials)
+            for trial in trials:
+                trial.refill()
+            for trial in trials:
+                trial.recorded.repeat()
+            for trial in trials:
+                if not self.agreed(f"{method.name} (in any order)", trial.problem()):
+                    return False
+        return True
 
-    # ── what is fastest ──
+    # ── what is faster ──
 
-    def table(self) -> SumTable:
+    def table(self, method: SumMethod) -> SumTable:
         """By what each takes here and now; rank 0 decides for all."""
-        site = self.site
+        site, bench, collective = self.site, self.bench, Collective(self.site.group)
         sums: dict[int, SumMethod | None] = {}
         norms: dict[int, FusedSum | None] = {}
-        methods: list[SumMethod] = [Collective(site.group), *self.trials]
-        fused = [method for method in methods if isinstance(method, FusedSum)]
-        for n in self.sizes:
-            plain = self._agreed_seconds(self.bench.sum(site, method, n) for method in methods)
-            place = self._fastest(plain, self.or_collective)
-            sums[n] = methods[place] if place else None
-            # a norm after the fastest sum, or one with its sum
-            apart = self.bench.apart(site, methods[place], self.add_norm, n)
-            joint = [self.bench.fused(site, method, n) for method in fused]
-            normed = self._agreed_seconds([apart, *joint])
-            place = self._fastest(normed)
-            norms[n] = fused[place - 1] if place else None
-            log.info(
-                "%d tokens: sum %s; with norm %s",
-                n,
-                _shown([method.name for method in methods], plain),
-                _shown(["apart", *(method.name for method in fused)], normed),
-            )
+        for n in sizes_up_to(site.tokens):
+            plain = self._agreed_seconds(bench.sum(site, each, n) for each in (collective, method))
+            # where the collective is not wanted, it need not be slower
+            sums[n] = method if self._is_faster(plain, not self.or_collective) else None
+            # a norm after the faster sum, or one with its sum
+            seconds = [bench.apart(site, sums[n] or collective, self.add_norm, n)]
+            if isinstance(method, FusedSum):
+                seconds.append(bench.fused(site, method, n))
+            normed = self._agreed_seconds(seconds)
+            is_fused = self._is_faster(normed)
+            norms[n] = method if is_fused and isinstance(method, FusedSum) else None
+            names = ("collective", method.name), ("apart", method.name)
+            shown = [_shown(*pair) for pair in zip(names, (plain, normed))]
+            log.info("%d tokens: sum %s; with norm %s", n, *shown)
         return SumTable(site.size, site.dtype, sums, norms)
 
     def _agreed_seconds(self, own: Iterable[float]) -> list[float]:
@@ -164,33 +138,29 @@ class Choice:
         seconds = torch.tensor(list(own), dtype=torch.float32, device=self.site.group.device)
         return self.site.group.max(seconds).tolist()
 
-    def _fastest(self, seconds: Sequence[float], may_be_first: bool = True) -> int:
-        """The place of the one to take. ``may_be_first``: the first one, which is there anyway, is
-        taken unless another one gains enough; else it is taken only where there is no other."""
-        first, *others = seconds
-        place = 0
-        if others and (not may_be_first or min(others) < GAIN * first):
-            place = 1 + others.index(min(others))
-        decided = torch.tensor([place], device=self.site.group.device)
-        return int(self.site.group.from_first(decided).item())
+    def _is_faster(self, seconds: list[float], in_any_case: bool = False) -> bool:
+        """Whether the second one, if there is one, gains enough; or is taken in any case."""
+        gains = in_any_case or (len(seconds) > 1 and seconds[1] < GAIN * seconds[0])
+        decided = torch.tensor([int(gains)], device=self.site.group.device)
+        return bool(self.site.group.from_first(decided).item())
 
 
 def choose_sums(
     site: Site,
-    kinds: Sequence[type[JoinedSum]],
+    kind: type[JoinedSum],
     add_norm: AddNorm,
     bench: Bench,
     *,
     or_collective: bool = True,
 ) -> SumTable:
     """To be called by all ranks of ``site`` together, before it has a table; it waits for the
-    device. Arguments: see ``Choice``."""
-    choice = Choice(site, kinds, add_norm, bench, or_collective=or_collective)
-    choice.test()
-    if not choice.trials:
+    device. kind: the method to try. or_collective: see ``Choice``."""
+    choice = Choice(site, add_norm, bench, or_collective)
+    method = choice.joined(kind)
+    if method is None or not choice.works(method):
         return SumTable()
     with ends_within(MAX_SECONDS, "sums that are timed"):
-        return choice.table()
+        return choice.table(method)
 
 
 def attempt(work: Callable[[], object]) -> str:
@@ -202,5 +172,5 @@ def attempt(work: Callable[[], object]) -> str:
     return made if isinstance(made, str) else ""
 
 
-def _shown(names: Sequence[str], seconds: Sequence[float]) -> str:
+def _shown(names: Iterable[str], seconds: Iterable[float]) -> str:
     return ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in zip(names, seconds))

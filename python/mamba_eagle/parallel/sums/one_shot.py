@@ -8,9 +8,15 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from mamba_eagle.parallel.groups import Site
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum
-from mamba_eagle.parallel.sums.shared_memory import SharedMemory, members, share, share_problem
-from mamba_eagle.parallel.sums.site import JoinedSum, Site
+from mamba_eagle.parallel.sums.shared_memory import (
+    JoinedSum,
+    SharedMemory,
+    members,
+    share,
+    share_problem,
+)
 
 MAX_PROGRAMS = 128  # of a launch, each on a processor of its own
 

@@ -4,6 +4,14 @@ One allocation per use, made once and never freed while ranks are together; no a
 share. Without NVLink multicast.
 """
 
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,7 +19,23 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from mamba_eagle.parallel.distributed import ProcessGroup
-from mamba_eagle.parallel.sums.site import Site
+from mamba_eagle.parallel.groups import Site
+from mamba_eagle.parallel.sum_table import SumMethod
+
+
+class JoinedSum(SumMethod):
+    """A method that all ranks of a site join together."""
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, site: Site) -> str:
+        """What is in the way on this rank; "" if nothing is. Compiles what the method needs, and
+        exchanges nothing. Raises: anything, which is then in the way."""
+
+    @classmethod
+    @abstractmethod
+    def join(cls, site: Site) -> JoinedSum:
+        """The method, on all ranks at once. Raises: anything."""
 
 
 class KnownGroups:
@@ -85,3 +109,35 @@ def share(site: Site, size: int, dtype: torch.dtype) -> SharedMemory:
     torch.cuda.synchronize(group.device)
     group.smallest([1])  # no rank writes before all have cleared theirs
     return SharedMemory(own, addresses, handle)
+
+
+log = logging.getLogger("mamba_eagle.parallel")
+
+
+@contextlib.contextmanager
+def ends_within(
+    seconds: float,
+    what: str,
+    leave: Callable[[int], object] = os._exit,
+    remedy: str = "--all-reduce nccl",
+) -> Iterator[None]:
+    """Ends the process if ``what`` takes longer, since a kernel that waits for another rank's for
+    ever cannot be given up; the other ranks then end, too. leave: how."""
+
+    def give_up() -> None:
+        log.critical(
+            "%s have not come to an end within %g s, since ranks wait for each other; start with "
+            "%s",
+            what,
+            seconds,
+            remedy,
+        )
+        leave(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

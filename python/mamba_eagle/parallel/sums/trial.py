@@ -1,24 +1,66 @@
-"""A method's sums beside those of the group's own collective, on random numbers."""
+"""A method's sums beside those of the group's own collective, on random numbers: repeated and timed
+as a decode step does it, in a CUDA graph."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from mamba_eagle.parallel.groups import Site
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod
-from mamba_eagle.parallel.sums.site import Site
-from mamba_eagle.parallel.sums.stopwatch import Recorded
 
 CALLS = 4  # per repeat: kernels may take turns with buffers
 TIMED_CALLS = 20
+ROUNDS, REPEATS = 5, 10  # medians of rounds of this many repeats
 EPS = 1e-5
 
 # (stream, added, weight, eps) -> their norm: what follows a sum that is not fused
 AddNorm: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], NormedSum]
-Record: TypeAlias = Callable[[Callable[[], None]], Recorded]
+Record: TypeAlias = Callable[[Callable[[], None]], "Captured"]
+
+
+class Captured:
+    """Work that can be repeated: a CUDA graph on the current device. All ranks repeat the same
+    works in the same order."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        stream = torch.cuda.Stream()
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels
+            stream.synchronize()
+            # the watchdogs of other ranks' communicators use the device meanwhile
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                self.graph.capture_end()
+
+    def repeat(self) -> None:
+        self.graph.replay()
+
+    def seconds(self) -> float:
+        """Of one repeat; the median of several rounds."""
+        took = []
+        for _ in range(ROUNDS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.repeat()  # ranks meet
+            began.record()
+            for _ in range(REPEATS):
+                self.repeat()
+            ended.record()
+            ended.synchronize()
+            took.append(began.elapsed_time(ended) / 1e3 / REPEATS)
+        return statistics.median(took)
+
+    def forget(self) -> None:
+        """Before the ranks leave each other: a communicator waits for graphs that use it."""
+        self.graph.reset()
 
 
 class Numbers(NamedTuple):

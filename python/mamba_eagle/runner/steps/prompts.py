@@ -24,6 +24,7 @@ from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps import routing
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
+from mamba_eagle.runner.steps.prompt_graphs import PromptGraphs
 
 
 class Logprobs:
@@ -188,6 +189,7 @@ class PromptRunner:
     ) -> None:
         self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
         self.journals = journals
+        self.graphs = PromptGraphs(step, pool)
         self.pooling = Pooling(step.model.config.hidden_size)
         self.place = step.backend.place
         self._indices = self.place.to_device
@@ -227,16 +229,14 @@ class PromptRunner:
     def forward(self, items: Sequence[PrefillItem]) -> Passed:
         """The target's pass over chunks: it reads and leaves states, keys and values, and rows of
         journals, and nothing is sampled."""
-        model, table = self.step.model, self.step.table
+        model = self.step.model
         for item in items:
             self._admit(item)
         self.journals.begin(items)
         items = [_continued(item) for item in items]
         parts = prefill_parts(items)
         tokens = self._indices([token for item in items for token in item.token_ids])
-        inner = self.step.backend.prefill_context(
-            parts, self.pool, self.step.kv, table.kv_slots, model.config.recurrence
-        )
+        inner = self.graphs.context(parts)
         places = self.journals.places(parts)
         ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
         state_slots = self._indices([item.state_slot for item in items])
@@ -247,7 +247,8 @@ class PromptRunner:
             with self.step.adapters.over(slots, lengths, len(tokens)):
                 features = model(tokens, ctx)
         else:
-            features = model(tokens, ctx)
+            made = self.graphs.features(tokens, inner) if places is None else None
+            features = model(tokens, ctx) if made is None else made
         self._keep_features(parts, features)
         if places is not None:
             self.journals.write_features(places, features)

@@ -15,8 +15,7 @@ from torch import Tensor
 from mamba_eagle.backend.place import Place, Timestamp
 from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
 from mamba_eagle.message.indices import Indices
-from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits
-from mamba_eagle.runner.tiers.exports import ExportFiles, ForeignFile
+from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits, ExportFiles, ForeignFile
 from mamba_eagle.runner.tiers.host import HostUnits, PinnedUnits
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, SlotBytes
 from mamba_eagle.runner.tiers.whole import WholeUnits

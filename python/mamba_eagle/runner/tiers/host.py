@@ -7,8 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.zeros import zeros
+from mamba_eagle.backend.place import Place, zeros
 from mamba_eagle.message.indices import Indices
 
 

@@ -14,8 +14,7 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.message import TierSizes
 from mamba_eagle.runner.ranks import Ranks
 from mamba_eagle.runner.tiers.copies import TierCopies
-from mamba_eagle.runner.tiers.disk import DiskUnits
-from mamba_eagle.runner.tiers.exports import ExportFiles
+from mamba_eagle.runner.tiers.disk import DiskUnits, ExportFiles
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots
 from mamba_eagle.runner.tiers.whole import Share, WholeUnits, shares_of
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from mamba_eagle.message import Blocks
 from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.groups import Group
-from mamba_eagle.runner.tiers.disk import DamagedUnits
-from mamba_eagle.runner.tiers.exports import ForeignFile
+from mamba_eagle.runner.tiers.disk import DamagedUnits, ForeignFile
 from mamba_eagle.runner.tiers.slot_bytes import DeviceSlots, Part
 
 T = TypeVar("T")

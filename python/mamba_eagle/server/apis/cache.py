@@ -15,13 +15,12 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_PIN_SECONDS, MAX_RID_LENGTH, MAX_SHOWN
-from mamba_eagle.message import CacheNode, CloseSession, GetState, OpenSession
-from mamba_eagle.server.apis.rollouts.operator import answered
+from mamba_eagle.message import CacheNode, CloseSession, OpenSession
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
-from mamba_eagle.server.state import heard, server_state
+from mamba_eagle.server.state import ServerState, State, answered
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 MAX_NODES = 1000  # the scheduler plans no step while it collects them
@@ -54,33 +53,31 @@ router = APIRouter()
 
 
 @router.get("/cache", openapi_extra=takes(nodes=NODES, text=TEXT))
-async def cache(request: Request) -> Response:
+async def cache(request: Request, state: State) -> Response:
     """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
     adds the beginning of each one's text, and takes the admin key."""
     given = request.query_params.get("nodes", str(DEFAULT_NODES))
     if not (given.isascii() and given.isdigit() and int(given[:9]) <= MAX_NODES):
         raise RequestError(f"nodes = {shown(given)}: must be 0 to {MAX_NODES}", param="nodes")
-    with_text = _wants_text(request)
-    manager = server_state(request).manager
-    asked = GetState(max_nodes=int(given), max_tokens=MAX_TEXT_TOKENS if with_text else 0)
-    reply = await heard(manager.ask(asked, 5.0), "the scheduler does not answer")
-    state = reply.state
+    with_text = _wants_text(request, state)
+    reply = await state.ask(int(given), MAX_TEXT_TOKENS if with_text else 0)
+    found = reply.state
     counts = {
-        group: {own: int(state[name]) for own, name in names.items()}
+        group: {own: int(found[name]) for own, name in names.items()}
         for group, names in COUNTS.items()
     }
     return json_response(
         {
             **counts,
-            "prompt_tokens": int(state["prompt_tokens_total"]),
-            "cached_tokens": int(state["cached_tokens_total"]),
+            "prompt_tokens": int(found["prompt_tokens_total"]),
+            "cached_tokens": int(found["cached_tokens_total"]),
             **msgspec.to_builtins(reply.cache),
-            "nodes": [_shown(node, with_text, manager.tokenizer) for node in reply.nodes],
+            "nodes": [_shown(node, with_text, state.manager.tokenizer) for node in reply.nodes],
         }
     )
 
 
-def _wants_text(request: Request) -> bool:
+def _wants_text(request: Request, state: ServerState) -> bool:
     """Raises: RequestError 401 or 403 unless it comes from the operator."""
     given = request.query_params.get("text", "0")
     if given not in ("0", "1"):
@@ -88,7 +85,7 @@ def _wants_text(request: Request) -> bool:
     if given == "0":
         return False
     # It shows what other clients have sent.
-    need_admin(request, server_state(request).config, "text = 1", by_default=False)
+    need_admin(request, state.config, "text = 1", by_default=False)
     return True
 
 
@@ -126,9 +123,8 @@ class CloseBody(Body):
 
 
 @router.post("/open_session", openapi_extra=takes(OpenBody))
-async def open_session(request: Request) -> Response:
+async def open_session(request: Request, state: State) -> Response:
     """Answers with the session's name."""
-    state = server_state(request)
     body = await state.read_control(request, OpenBody)
     name = body.session_id or uuid.uuid4().hex
     await answered(state.manager.ask(OpenSession(name=name, seconds=body.timeout), 30.0))
@@ -136,9 +132,8 @@ async def open_session(request: Request) -> Response:
 
 
 @router.post("/close_session", openapi_extra=takes(CloseBody))
-async def close_session(request: Request) -> Response:
+async def close_session(request: Request, state: State) -> Response:
     """What it has in the cache is evicted like everything else from now on."""
-    state = server_state(request)
     body = await state.read_control(request, CloseBody)
     await answered(state.manager.ask(CloseSession(name=body.session_id), 30.0))
     return json_response({"success": True})

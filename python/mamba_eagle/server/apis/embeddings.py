@@ -8,7 +8,6 @@ has to run.
 
 import base64
 import uuid
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,14 +16,15 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_EMBEDDINGS
+from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.sample import PromptRequest, Sample
+from mamba_eagle.server.state import ServerState, State
+from mamba_eagle.tokenizer.sample import Sample
 
 FORMAT = kinds.choice_of("float", "base64")
 DIMENSIONS = kinds.Kind(
@@ -48,13 +48,12 @@ class EmbeddingsBody(Named):
 
 
 @router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody))
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: Request, state: State) -> Response:
     """A vector for each text or list of token ids of ``input``."""
-    state = server_state(request)
     job = await state.read(request, parse_embeddings)
-    live = state.submit(job.rid, job.prompts)
-    await wait_for_success(request, state.manager, live)
-    return json_response(await _reply(job, live.samples))
+    state.submit(job)
+    await wait_for_success(request, state.manager, job)
+    return json_response(await _reply(job))
 
 
 def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[EmbeddingsBody]:
@@ -68,7 +67,7 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[Embeddin
     ids = state.prompts.any(body.input, "input")
     names = [rid] if len(ids) == 1 else [f"{rid}_{number}" for number in range(len(ids))]
     prompts = [
-        PromptRequest(
+        Generate(
             rid=name,
             token_ids=prompt,
             sampling=SamplingParams(max_new_tokens=0, temperature=0.0),
@@ -80,10 +79,11 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> Job[Embeddin
         for name, prompt in zip(names, ids)
     ]
     check_demand(prompts, state.context_length)
-    return Job(body=body, rid=rid, prompts=prompts, model=body.model or state.model_name)
+    return Job(body, state.config, rid, prompts, body.model or state.model_name)
 
 
-async def _reply(job: Job[EmbeddingsBody], samples: Sequence[Sample]) -> dict[str, Any]:
+async def _reply(job: Job[EmbeddingsBody]) -> dict[str, Any]:
+    samples = job.samples
     as_base64 = job.body.encoding_format == "base64"
 
     def part(number: int) -> dict[str, Any]:

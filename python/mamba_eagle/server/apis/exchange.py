@@ -15,12 +15,11 @@ from starlette.responses import FileResponse
 
 from mamba_eagle.message import ExportPrefix, ImportPrefix
 from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
-from mamba_eagle.server.apis.rollouts.operator import answered, trusted
 from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.remote_reads import TransportError
-from mamba_eagle.server.state import ServerState
+from mamba_eagle.server.state import ServerState, Trusted, answered
 
 MOVE_SECONDS = 600.0
 NIXL = "nixl"  # the other transport
@@ -29,11 +28,11 @@ router = APIRouter()
 
 
 @router.post("/export_prefix", openapi_extra=takes(GenerateBody))
-async def export_prefix(request: Request) -> Response:
+async def export_prefix(request: Request, state: Trusted) -> Response:
     """Runs the prompt of a /generate body, without an output, and answers with what the cache has
     of it, for /import_prefix; with ?transport=nixl, with how to read that from its memory. Takes
     the admin key, unless the server has none and listens to its own machine alone."""
-    state, transport = trusted(request), request.query_params.get("transport", "")
+    transport = request.query_params.get("transport", "")
     if transport not in ("", NIXL):
         raise RequestError.about("transport", transport, f"must be {NIXL}, or left out")
     job = await state.read(request, parse_generate)
@@ -42,8 +41,9 @@ async def export_prefix(request: Request) -> Response:
         raise RequestError("/export_prefix takes one prompt and one sample, without an adapter")
     _need_tier(state)
     sampling = replace(prompt.sampling, max_new_tokens=0, min_new_tokens=0)
-    live = state.submit(job.rid, [replace(prompt, sampling=sampling)])
-    await wait_for_success(request, state.manager, live)
+    job.prompts = [replace(prompt, sampling=sampling)]
+    state.submit(job)
+    await wait_for_success(request, state.manager, job)
     path = _new_file(state)
     remove = BackgroundTask(path.unlink, missing_ok=True)
     try:
@@ -60,10 +60,9 @@ async def export_prefix(request: Request) -> Response:
 
 
 @router.post("/import_prefix")
-async def import_prefix(request: Request) -> Response:
+async def import_prefix(request: Request, state: Trusted) -> Response:
     """Takes what /export_prefix of another server has answered into host memory: prompts that begin
     with it need not run it again. Takes the admin key like that."""
-    state = trusted(request)
     _need_tier(state)
     path = _new_file(state)
     try:

@@ -1,10 +1,12 @@
 """GET /openapi.json, and GET /docs: a page that shows it and asks no other server for anything."""
 
+import asyncio
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.responses import FileResponse
@@ -13,7 +15,7 @@ from starlette.routing import BaseRoute
 from mamba_eagle import __version__
 from mamba_eagle.server.bodies.kinds import Body, Schema, described, takes
 from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 JSON, EVENTS, PLAIN, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 # The page's script and style are its own text; nothing else is loaded or asked.
@@ -32,9 +34,14 @@ router = APIRouter()
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+async def openapi(request: Request, state: State) -> Response:
     """This description."""
-    return json_response(describe(request.app.state.routes, server_state(request).config.root_path))
+    # Made once, in a thread: it takes as long as some steps, and anybody may ask for it.
+    app, root_path = request.app.state, state.config.root_path
+    if app.description is None:
+        made = asyncio.to_thread(lambda: msgspec.json.encode(describe(app.routes, root_path)))
+        app.description = asyncio.ensure_future(made)
+    return json_response(await asyncio.shield(app.description))
 
 
 @router.get("/docs")

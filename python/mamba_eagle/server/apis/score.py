@@ -12,14 +12,14 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
+from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.sample import PromptRequest
+from mamba_eagle.server.state import ServerState, State
 
 ITEMS = kinds.untouched(
     kinds.any_of(kinds.STRING, kinds.list_of(kinds.STRING), kinds.list_of(kinds.IDS)),
@@ -50,15 +50,14 @@ router = APIRouter()
 
 
 @router.post("/v1/score", openapi_extra=takes(ScoreBody))
-async def score(request: Request) -> Response:
+async def score(request: Request, state: State) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
-    state = server_state(request)
     job = await state.read(request, parse_score)
     if not job.prompts:
         return json_response(_reply(job, []))
-    live = state.submit(job.rid, job.prompts)
-    await wait_for_success(request, state.manager, live)
-    return json_response(_reply(job, [sample.logprobs[0].named for sample in live.samples]))
+    state.submit(job)
+    await wait_for_success(request, state.manager, job)
+    return json_response(_reply(job, [sample.logprobs[0].named for sample in job.samples]))
 
 
 def _reply(job: Job[ScoreBody], logprobs: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:
     adapter = state.adapter_of(body.model)
     rid = body.rid or f"score-{uuid.uuid4().hex}"
     prompts = [
-        PromptRequest(
+        Generate(
             rid=f"{rid}_{number}",
             token_ids=ids,
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
@@ -108,7 +107,7 @@ def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:
         for number, (ids, own) in enumerate(zip(items, labels))
     ]
     check_demand(prompts, state.context_length)
-    return Job(body=body, rid=rid, prompts=prompts, model=body.model or state.model_name)
+    return Job(body, state.config, rid, prompts, body.model or state.model_name)
 
 
 def _items(body: ScoreBody, state: ServerState) -> list[list[int]]:

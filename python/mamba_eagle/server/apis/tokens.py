@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_DETOKENIZED_IDS, MAX_PROMPTS
 from mamba_eagle.server.apis.openai.chat_body import Rendered, render_chat
+from mamba_eagle.server.apis.sse import JsonList
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.http.json_list import JsonList
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, State
 
 TEXTS = kinds.texts("texts", MAX_PROMPTS)
 IDS_OF_TEXT = kinds.integers("token ids", MAX_DETOKENIZED_IDS)
@@ -44,25 +44,24 @@ PIECE = 8192  # token ids put into JSON at a time
 
 @router.post("/v1/tokenize", openapi_extra=takes(TokenizeBody))
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: Request, state: State) -> Response:
     """``prompt`` (or ``text``), a string or a list of strings, or a chat's ``messages`` with all
     that its template is given, to token ids."""
     # In a thread, as chats are: a template may take long.
-    return json_response(await server_state(request).read(request, _tokenize, is_chat=True))
+    return json_response(await state.read(request, _tokenize, is_chat=True))
 
 
 @router.post("/v1/detokenize", openapi_extra=takes(DetokenizeBody))
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: Request, state: State) -> Response:
     """``tokens``, a list of ids or a list of such lists, to text."""
-    return json_response(await server_state(request).read(request, _detokenize))
+    return json_response(await state.read(request, _detokenize))
 
 
 @router.api_route("/tokenizer_info", methods=["GET", "HEAD"])
-async def tokenizer_info(request: Request) -> Response:
+async def tokenizer_info(state: State) -> Response:
     """What evaluators need to know of the tokenizer: special tokens, and the chat template that
     this server renders with."""
-    state = server_state(request)
     tokenizer = state.prompts.need_tokenizer("/tokenizer_info").hf
     return json_response(
         {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Annotated, Any, NamedTuple
@@ -228,9 +228,8 @@ def read_constraint(body: Constrained, grammars: Grammars, where: str = "") -> C
         names = " and ".join(asked.path for asked in found[:2])
         raise RequestError(f"{names}: two constraints at once; send one", param=found[1].path)
     (asked,) = found
-    form = _Form(grammars, asked.path, _whitespace(body, grammars))
     try:
-        grammar = _MAKERS[asked.kind](asked.value, form)
+        grammar = _made(asked, body, grammars)
     except GrammarError as error:
         what = "" if error.path else f" = {shown(asked.value)}"
         raise refusal(asked.path + what, error.path, str(error), asked.path) from None
@@ -306,45 +305,41 @@ def _response_format(asked: Mapping[str, Any]) -> Iterator[_Asked]:
 # ── from values to grammars ──────────────────────────────────────────────────────────────────
 
 
-class _Form(NamedTuple):
-    grammars: Grammars
-    path: str
-    whitespace: str | None
+def _made(asked: _Asked, body: Constrained, grammars: Grammars) -> Grammar:
+    """Raises: GrammarError"""
+    value, kind = asked.value, asked.kind
+    if kind == "json_object":
+        return _json_schema(ANY_OBJECT, asked.path, _whitespace(body, grammars))
+    if kind == "json_schema":
+        return _json_schema(value, asked.path, _whitespace(body, grammars))
+    if kind == "structural_tag":
+        return structural_tag_grammar(value, grammars.special)
+    if kind == "choice":
+        return choice_grammar(_choices(value))
+    return (regex_grammar if kind == "regex" else ebnf_grammar)(_string(value))
 
 
-def _json_schema(value: Any, form: _Form) -> Grammar:
+def _json_schema(value: Any, path: str, whitespace: str | None) -> Grammar:
     if value == ANY_OBJECT:
         value = {"type": "object"}
     if isinstance(value, str):
         _string(value)
-    made = json_schema_grammar(value, form.whitespace)
+    made = json_schema_grammar(value, whitespace)
     if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
             raise GrammarError("its numbers must be finite") from None
     if kinds.as_text(made.body) is None:
-        refuse_half_pairs({form.path: value})
+        refuse_half_pairs({path: value})
     return made
 
 
-def _choice(value: Any) -> Grammar:
-    if isinstance(value, list) and len(value) > MAX_CHOICES:
-        raise GrammarError(f"{len(value)} choices are more than the limit of {MAX_CHOICES}")
+def _choices(value: Any) -> list[str]:
     choices = kinds.all_of(value, kinds.as_text)
     if choices is None:
         raise GrammarError("must be a list of strings")
-    return choice_grammar(choices)
-
-
-_MAKERS: dict[str, Callable[[Any, _Form], Grammar]] = {
-    "regex": lambda value, form: regex_grammar(_string(value)),
-    "ebnf": lambda value, form: ebnf_grammar(_string(value)),
-    "json_schema": _json_schema,
-    "json_object": lambda value, form: _json_schema(ANY_OBJECT, form),
-    "choice": lambda value, form: _choice(value),
-    "structural_tag": lambda value, form: structural_tag_grammar(value, form.grammars.special),
-}
+    return choices
 
 
 def _string(value: Any) -> str:

@@ -357,7 +357,7 @@ def read(model: type[Model], value: Any, path: str = "") -> Model:
     if first["type"] == "missing":
         field = None if path else model.model_fields.get(where)
         for kind in field.metadata if field is not None else ():
-            if isinstance(kind, Kind):
+            if isinstance(kind, Kind) and kind.must:
                 raise RequestError.about(where, None, kind.must)
         raise RequestError(f"{where} {remedy}", param=where)
     raise RequestError.about(where, first["input"], remedy)

@@ -72,6 +72,11 @@ class PromptReader:
         if not texts:
             return []
         tokenizer = self.need_tokenizer(names[0])
+        if self._keep is not None:
+            keep = min(self._keep, self.context_length)
+            return tokenizer.encode_all(
+                [_end_of(text, tokenizer, keep) for text in texts], add_special_tokens
+            )
         for text, name in zip(texts, names):
             self._refuse_endless(tokenizer, text, name)
         return tokenizer.encode_all(texts, add_special_tokens)
@@ -131,6 +136,14 @@ class PromptReader:
         if isinstance(value[0], list):
             return self.id_lists(value, name)
         return [self.check(value, name)]
+
+
+def _end_of(text: str, tokenizer: TextTokenizer, tokens: int) -> str:
+    """Enough of a text for its last ``tokens`` tokens, and for one that the cut may spoil."""
+    size = CHARACTERS_PER_TOKEN * tokens
+    while size < len(text) and len(tokenizer.encode(text[-size:], False)) <= tokens:
+        size *= 4
+    return text[-size:]
 
 
 def limit_prompts(value: Any, name: str, what: str = "prompts", most: int = MAX_PROMPTS) -> None:

@@ -7,18 +7,18 @@ do is done in pieces (json_body.py), by numpy, or by the Rust tokenizer, which d
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY, MAX_TIMEOUT
 from mamba_eagle.server.bodies.grammars import Untried
 from mamba_eagle.server.bodies.kinds import accepts_unknown
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.http.disconnect import unless_gone
 from mamba_eagle.server.http.json_body import decode_object
 
 # What clients send JSON as; curl -d says it sends a form, and some say nothing.
@@ -93,6 +93,23 @@ class Bodies:
                     await _settle(untried, request, timeouts)
         finally:
             self.held -= reception.held
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result; None if the client left before, and then the work is cancelled."""
+    done = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
+    finally:
+        done.cancel()
+        gone.cancel()
 
 
 def _gone() -> RequestError:

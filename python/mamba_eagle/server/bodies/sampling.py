@@ -91,11 +91,8 @@ def parameter_fields(*names: str) -> dict[str, Any]:
 
 def bounded(name: str) -> kinds.Kind:
     """An integer parameter under another name: its bounds are checked with the others'."""
-    return kinds.Kind(
-        kinds.as_integer,
-        kinds.INTEGER_KIND.must,
-        {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])},
-    )
+    schema = {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])}
+    return replace(kinds.INTEGER_KIND, schema=schema)
 
 
 M = TypeVar("M", bound=Body)
@@ -126,9 +123,9 @@ class Sampled(Body):
         "texts that must not come, as the tokens that spell them behind a blank and without one", []
     )
 
-    def bad_word_ids(self, prompts: PromptReader) -> list[list[int]]:
+    def bad_word_ids(self, prompts: PromptReader, where: str = "") -> list[list[int]]:
         """Each word's tokens, at the beginning of a text and behind a blank, if that makes other
-        ones of the same number, as vLLM finds them.
+        ones of the same number, as vLLM finds them. where: the path of the object they stand in.
 
         Raises: RequestError 400
         """
@@ -136,8 +133,8 @@ class Sampled(Body):
             return []
         bare = [word.lstrip() for word in self.bad_words]
         if not all(bare):
-            raise RequestError.about("bad_words", self.bad_words, "none may be empty")
-        names = ["bad_words"] * len(bare)
+            raise RequestError.about(f"{where}bad_words", self.bad_words, "none may be empty")
+        names = [f"{where}bad_words"] * len(bare)
         found = prompts.encode(bare, names, False)
         behind_blank = prompts.encode([f" {word}" for word in bare], names, False)
         for ids, other in zip(list(found), behind_blank):

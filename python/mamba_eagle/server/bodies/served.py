@@ -2,7 +2,6 @@
 bounds on products: a small body may ask for much work, memory or output."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from mamba_eagle.config import ServerConfig
@@ -21,11 +20,11 @@ from mamba_eagle.limits import (
     MAX_TIMEOUT,
     MAX_TOKEN_ENTRIES,
 )
-from mamba_eagle.message import CacheHints
+from mamba_eagle.message import CacheHints, Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.tokenizer.sample import PromptRequest
+from mamba_eagle.tokenizer.sample import LiveRequest
 
 SECONDS = f"must be above 0 and at most {MAX_TIMEOUT:.0f} seconds"
 TIMEOUT = kinds.number(0, MAX_TIMEOUT, above=0, must=SECONDS)
@@ -60,7 +59,7 @@ class Served(Body):
     checkpoint: Annotated[list[int], POSITIONS] = says("where the prompt's state is kept", [])
 
     def wishes(self, config: ServerConfig, prompt_len: int) -> dict[str, Any]:
-        """The fields of a PromptRequest that say when it is served, and what the cache is to do.
+        """The fields of a prompt that say when it is served, and what the cache is to do.
         ``checkpoint`` counts tokens of the prompt; of a list of prompts it counts for each.
 
         Raises: RequestError 400
@@ -80,14 +79,13 @@ class Served(Body):
                 f"each must be between 1 and {prompt_len - 1}: the prompt has {prompt_len} tokens, "
                 "and the last one is always run",
             )
-        given = [limit for limit in (self.timeout, config.request_timeout) if limit > 0]
         cache = CacheHints(
             salt=self.cache_salt,
             pin_seconds=self.pin_seconds,
             positions=sorted(set(positions)),
             session=self.session_id,
         )
-        return {"timeout": min(given, default=0.0), "priority": self.priority, "cache": cache}
+        return {"priority": self.priority, "cache": cache}
 
 
 class Named(Served):
@@ -100,21 +98,24 @@ class Named(Served):
 B = TypeVar("B", bound=Served)
 
 
-@dataclass(kw_only=True)
-class Job(Generic[B]):
-    """A body, understood. model: as the reply names it."""
+class Job(LiveRequest, Generic[B]):
+    """A body, understood: the request that it asks for."""
 
-    body: B
-    rid: str
-    prompts: list[PromptRequest]
-    model: str = ""
+    def __init__(
+        self, body: B, config: ServerConfig, rid: str, prompts: list[Generate], model: str = ""
+    ) -> None:
+        """model: as the reply names it."""
+        super().__init__(rid, prompts)
+        self.body, self.model = body, model
+        given = [limit for limit in (body.timeout, config.request_timeout) if limit > 0]
+        self.timeout = min(given, default=0.0)
 
 
 NAMES: Mapping[str, str] = {"top": "top_logprobs_num", "output": "max_new_tokens"}
 
 
 def check_demand(
-    prompts: Sequence[PromptRequest], context_length: int, names: Mapping[str, str] = NAMES
+    prompts: Sequence[Generate], context_length: int, names: Mapping[str, str] = NAMES
 ) -> None:
     """names: what the route calls the number of best tokens and the limit of the output.
 
@@ -145,7 +146,7 @@ def check_demand(
     _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
 
 
-def _output(prompt: PromptRequest, context_length: int) -> int:
+def _output(prompt: Generate, context_length: int) -> int:
     """The most tokens that a sample can have."""
     return min(prompt.sampling.max_new_tokens, context_length - len(prompt.token_ids))
 
@@ -156,7 +157,7 @@ def _entries(sampling: SamplingParams) -> int:
 
 
 def _check_logprobs(
-    prompts: Sequence[PromptRequest], context_length: int, names: Mapping[str, str]
+    prompts: Sequence[Generate], context_length: int, names: Mapping[str, str]
 ) -> None:
     top, output = names["top"], names["output"]
     total = 0

@@ -31,14 +31,13 @@ from mamba_eagle import __version__
 from mamba_eagle.backend.forecast import on_cpu
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, engine_part
 from mamba_eagle.message import BEAT_SECONDS, Heartbeat, ToWatchdog
-from mamba_eagle.message.channel import Receiver, remove_socket_dir
+from mamba_eagle.message.channel import Receiver, new_socket_dir, remove_socket_dir
 from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.message.link import FIXED_PORTS, CurvePair, Link, write_link
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
 from mamba_eagle.server.engine.children import Child, end_children, engine_command
 from mamba_eagle.server.engine.nodes import ENDED, LOST_NODE, Fault, Nodes, OnFault, fault
-from mamba_eagle.server.engine.socket_dir import new_socket_dir
 
 # An event loop may stand still for long while several processes load models on few cores.
 SILENCE_SECONDS = 30.0

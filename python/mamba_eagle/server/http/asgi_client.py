@@ -5,8 +5,14 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 from starlette.types import ASGIApp, Message, Scope
+
+
+def _plain(value: Any) -> Any:
+    """Of arrays and tensors, and of a number out of them."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a body holds JSON values, arrays and tensors, not {type(value)}")
+    return value.tolist()
 
 
 class Call:
@@ -18,9 +24,10 @@ class Call:
         self._path = path
         self._key = key
         try:
-            self._body = msgspec.json.encode(body)
+            # Numbers that are not finite stay what they are, for the body's reader to refuse.
+            self._body = json.dumps(body, ensure_ascii=False, default=_plain).encode()
         except UnicodeEncodeError:  # the reader of the body says what is wrong
-            self._body = json.dumps(body).encode()
+            self._body = json.dumps(body, default=_plain).encode()
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._sent = False

@@ -1,7 +1,7 @@
 """Connections: how many there may be, and how long a client may keep one waiting.
 
-uvicorn's own HTTP protocol is extended by what asyncio tells any protocol and by the application
-that it calls, so it does not matter which parser uvicorn has chosen.
+uvicorn's own protocol over httptools is extended by what asyncio and the parser tell it, and by the
+application that it calls.
 
     accepted ─▶ headers ─▶ application called ─▶ body ─▶ response ─▶ next headers …
        │  header_timeout   │                │  body_timeout │ write_timeout
@@ -9,14 +9,17 @@ that it calls, so it does not matter which parser uvicorn has chosen.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mamba_eagle.limits import MAX_BODY_PIECES, MIN_BODY_PIECE, MIN_READ
 from mamba_eagle.server.errors import RequestError
@@ -34,10 +37,10 @@ def head_size(scope: Scope) -> int:
     return fields + len(scope["raw_path"]) + len(scope["query_string"])
 
 
-class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Bounds a head, trailers, and the pieces of a body: uvicorn's protocol over h11 bounds heads
-    itself, that over httptools keeps whatever comes. And lets every request know that its client
-    has left: of pipelined ones uvicorn lets the last one know."""
+class BoundedHeads(HttpToolsProtocol):
+    """Bounds a head, trailers, and the pieces of a body, of which httptools keeps whatever comes.
+    And lets every request know that its client has left: of pipelined ones uvicorn lets the last
+    one know."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -89,12 +92,6 @@ class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         super().on_message_complete()
 
 
-def protocol() -> type[Any]:
-    """What connections are made of."""
-    is_httptools = hasattr(AutoHTTPProtocol, "on_headers_complete")
-    return BoundedHeads if is_httptools else AutoHTTPProtocol
-
-
 log = logging.getLogger("mamba_eagle.server")
 
 # Seconds in which a connection above the limit must send its headers. Others wait for its place.
@@ -117,6 +114,53 @@ class Limits(NamedTuple):
     write_timeout: float
 
 
+# ── how many files and sockets this process may open: each connection is one of them ─────────
+
+# The server process has about 25 open when it is ready; loading takes some more for a while.
+MIN_DESCRIPTORS = 64
+USED_WHEN_READY = 32  # assumed where they cannot be counted
+RESERVE = 8  # for files that are opened while connections are at their limit
+MAX_SPARE = 256
+
+
+def raise_limit(wanted: int) -> int:
+    """Raises the limit to ``wanted``, or to this user's maximum; gives what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def descriptor_problems() -> list[str]:
+    """Why the server cannot even start."""
+    limit = raise_limit(MIN_DESCRIPTORS)
+    if limit >= MIN_DESCRIPTORS:
+        return []
+    return [
+        f"ulimit -n {limit}: the server needs {MIN_DESCRIPTORS} open files or more, and one more "
+        "for each connection; raise the limit"
+    ]
+
+
+def room_for_connections(wanted: int) -> tuple[int, int]:
+    """What of ``wanted`` connections fits beside what is open now; and how many beyond those, for
+    telling clients that there is no room."""
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = USED_WHEN_READY
+    spare = min(MAX_SPARE, wanted // 4 + 1)
+    available = raise_limit(wanted + spare + used + RESERVE) - used - RESERVE
+    if available < wanted + spare:
+        spare = max(1, min(spare, available // 3))
+        wanted = max(1, available - spare)
+    return wanted, spare
+
+
 class RareWarning:
     """A line that clients can cause is logged once per minute."""
 
@@ -130,7 +174,7 @@ class RareWarning:
             log.warning(message)
 
 
-class Connection(protocol()):  # type: ignore[misc]
+class Connection(BoundedHeads):
     """One client's connection. Subclassed by ``connection_class``."""
 
     limits: Limits
@@ -152,7 +196,7 @@ class Connection(protocol()):  # type: ignore[misc]
 
     # ── what asyncio tells ───────────────────────────────────────────────────────────────────
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # Anything that the kernel does not take at once counts as waiting for the client. Not 0:
         # asyncio's TLS transport pauses at the limit, and would do so with an empty buffer.
@@ -250,8 +294,7 @@ class Connection(protocol()):  # type: ignore[misc]
 
     def _is_shredded(self, receive: Receive) -> bool:
         """Whether the body that ``receive`` gives came in too many pieces."""
-        shredded = getattr(self, "shredded", None)  # h11's protocol does not count them
-        return shredded is not None and getattr(receive, "__self__", None) is shredded
+        return self.shredded is not None and getattr(receive, "__self__", None) is self.shredded
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         """Why a request does not reach the application, if it does not."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 FOLDER = Path(__file__).parent
 TYPES = {
@@ -42,9 +42,8 @@ class PageFile:
     def content(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
-    def reply(self, request: Request) -> Response:
-        root = server_state(request).config.root_path
-        content = self.content
+    def reply(self, request: Request, state: State) -> Response:
+        root, content = state.config.root_path, self.content
         if root:  # the page's own address may lack the slash that relative ones need
             content = content.replace(BASE, f'<base href="{escape(root)}/">')
         etag = f'"{hashlib.sha256(content.encode()).hexdigest()[:16]}"'

@@ -14,9 +14,8 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.dflash import BlockDraftModel
 from mamba_eagle.models.dflash_config import block_config, parse_config
 from mamba_eagle.train.batches import Answer, PaddedAnswers
-from mamba_eagle.train.heads.base import TrainableHead
+from mamba_eagle.train.heads.base import TrainableHead, initialize
 from mamba_eagle.train.heads.config import block_draft_config, head_attention
-from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import TargetOutputs
 

@@ -11,9 +11,9 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
+from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.heads.config import head_config
 from mamba_eagle.train.heads.unrolled import UnrolledHead
-from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.settings import TrainSettings
 
 FEATURE_LOSS_WEIGHT = 0.2  # relative to the cross entropy

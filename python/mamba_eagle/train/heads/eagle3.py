@@ -15,9 +15,9 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, tap_layers
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
+from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.heads.config import eagle3_config
 from mamba_eagle.train.heads.unrolled import UnrolledHead
-from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.settings import TrainSettings
 
 

@@ -13,11 +13,10 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
+from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.heads.config import head_config
-from mamba_eagle.train.heads.unrolled import UnrolledHead
-from mamba_eagle.train.initial_weights import initialize
+from mamba_eagle.train.heads.unrolled import UnrolledHead, begin, unroll
 from mamba_eagle.train.settings import TrainSettings
-from mamba_eagle.train.unrolled_pass import begin, unroll
 
 
 class TrainableMtp(UnrolledHead):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mamba_eagle.backend.zeros import ALIGNMENT, MIN_BYTES, zeros
+from mamba_eagle.backend.place import ALIGNMENT, MIN_BYTES, zeros
 
 HOST = torch.device("cpu")
 

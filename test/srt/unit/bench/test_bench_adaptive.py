@@ -13,7 +13,7 @@ from benchmark.lib.rounds import Contestant, Round
 from mamba_eagle.config import EngineConfig, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import TreeShape
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config

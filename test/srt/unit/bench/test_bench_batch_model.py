@@ -119,7 +119,7 @@ def test_requests_take_turns_with_dummy_adapters(config, prompts) -> None:
     config = sized_for(replace(config, max_loras=2), len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
     runner = assemble(config)
     dummies = DummyAdapters(2, runner.adapters)
-    for pair in dummies.adapter.pairs.values():
+    for pair in dummies.adapter.values():
         pair.up.mul_(1e6)  # so that it changes tokens
     plain = BatchEngine(config, runner).generate(prompts, greedy(OUTPUT))
     made = BatchEngine(config, runner, dummies.load).generate(prompts, greedy(OUTPUT))

@@ -14,7 +14,7 @@ from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval.gsm8k import synthetic_prompts
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
 
 SECONDS = 0.25  # of every step

@@ -12,8 +12,7 @@ from gguf import GGUFWriter, TokenType
 from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary, read_tokenizer
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.gguf_files.file import open_gguf
-from mamba_eagle.gguf_files.tokenizer import rust_tokenizer
-from mamba_eagle.gguf_files.tokens import end_tokens
+from mamba_eagle.gguf_files.tokenizer import end_tokens, rust_tokenizer
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.tokenizer.text import TextTokenizer
 

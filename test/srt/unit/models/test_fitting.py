@@ -10,8 +10,8 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.models import loader
-from mamba_eagle.models.fitting import least_bytes, refuse_too_large
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.rooms import least_bytes, refuse_too_large
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner

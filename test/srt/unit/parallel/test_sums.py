@@ -17,14 +17,13 @@ from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.parallel.groups import Site
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod, SumTable
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
-from mamba_eagle.parallel.sums.deadline import ends_within
-from mamba_eagle.parallel.sums.shared_memory import KnownGroups
-from mamba_eagle.parallel.sums.site import JoinedSum, Site
-from mamba_eagle.parallel.sums.stopwatch import Recorded
-from mamba_eagle.parallel.sums.trial import Bench
-from mamba_eagle.runner.sums import methods_of, sums_for
+from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
+from mamba_eagle.parallel.sums.shared_memory import JoinedSum, KnownGroups, ends_within
+from mamba_eagle.parallel.sums.trial import Bench, Captured
+from mamba_eagle.runner.sums import sums_for
 
 SIZE, TOKENS = 16, 12  # tried: 1, 2, 4, 8 and 12 tokens
 OPS = LayerOps()
@@ -34,7 +33,7 @@ def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Norme
     return NormedSum(*OPS.add_rms_norm(stream, added, weight, eps))
 
 
-class Called(Recorded):
+class Called(Captured):
     """On a CPU: nothing is captured."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -163,7 +162,7 @@ class Undecided(Scripted):
 
 def chosen(
     ranks: ThreadRanks,
-    *kinds: type[JoinedSum],
+    kind: type[JoinedSum],
     bench: Callable[[int], Bench] = Scripted,
     or_collective: bool = True,
 ) -> SumTable:
@@ -171,7 +170,7 @@ def chosen(
 
     def work(group: ThreadGroup) -> SumTable:
         site = Site(group, TOKENS, SIZE, torch.float32)
-        return choose_sums(site, kinds, add_norm, bench(group.rank), or_collective=or_collective)
+        return choose_sums(site, kind, add_norm, bench(group.rank), or_collective=or_collective)
 
     first, *others = ranks.run(work)
     assert all(other.text == first.text for other in others)
@@ -199,8 +198,8 @@ def faster_up_to(limit: int, with_norm_up_to: int = 0) -> type[Gathered]:
     return Faster
 
 
-def test_each_number_of_tokens_gets_the_fastest(two: ThreadRanks) -> None:
-    table = chosen(two, Gathered, faster_up_to(4, with_norm_up_to=2))
+def test_each_number_of_tokens_gets_the_faster(two: ThreadRanks) -> None:
+    table = chosen(two, faster_up_to(4, with_norm_up_to=2))
     assert table.text == ("1-2 faster with norm, 4 faster, 8-12 collective, more: collective")
     names = [found and found.name for found in (table.of(torch.zeros(n, SIZE)) for n in (1, 3, 5))]
     assert names == ["faster", "faster", None]
@@ -240,13 +239,8 @@ def test_what_cannot_be_had_or_is_wrong_is_dropped(
     three: ThreadRanks, caplog: pytest.LogCaptureFixture, kind: type[JoinedSum], why: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        table = chosen(three, kind, faster_up_to(4), or_collective=False)
-    assert table.text.startswith("1-12 faster,")  # the others stay
+        assert chosen(three, kind, or_collective=False).text == "collective"
     assert why in caplog.text
-
-
-def test_nothing_left_is_the_collective(three: ThreadRanks) -> None:
-    assert chosen(three, Missing, Breaks, or_collective=False).text == "collective"
 
 
 def test_what_hangs_ends_the_process_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,13 +254,13 @@ def test_what_hangs_ends_the_process_with_a_remedy(caplog: pytest.LogCaptureFixt
     assert left.empty()
 
 
-def test_without_gpus_all_of_them_say_what_they_lack(
-    three: ThreadRanks, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [PushedSum, OrderedSum])
+def test_without_gpus_ours_say_what_they_lack(
+    three: ThreadRanks, caplog: pytest.LogCaptureFixture, kind: type[JoinedSum]
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert chosen(three, *methods_of("auto", exact=False)).text == "collective"
-    for kind in methods_of("auto", exact=False):
-        assert f"sums are not added up by {kind.name}: " in caplog.text
+        assert chosen(three, kind).text == "collective"
+    assert f"sums are not added up by {kind.name}: " in caplog.text
 
 
 def test_a_cpu_has_gloo_alone(two: ThreadRanks) -> None:

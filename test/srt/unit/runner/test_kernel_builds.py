@@ -65,6 +65,7 @@ SETTINGS = {
     "standalone-snapshot": TREE._replace(algorithm="STANDALONE", scheme="snapshot"),
     "delta-rule": TREE._replace(algorithm="NONE"),
     "exact": TREE,
+    "exact-delta-rule": TREE._replace(algorithm="NONE"),
     "adapters": TREE,
 }
 
@@ -103,7 +104,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
     )  # fmt: skip
     head = write_head(folder / "head", model)
     delta = write_delta_model(folder / "delta", **GPU_DELTA_SIZES)
-    return {"model": model, "EAGLE": head, "STANDALONE": model, "NONE": None, "delta-rule": delta}
+    return {
+        "model": model, "EAGLE": head, "STANDALONE": model, "NONE": None,
+        "delta-rule": delta, "exact-delta-rule": delta,
+    }  # fmt: skip
 
 
 class Load:
@@ -217,7 +221,7 @@ def test_what_a_block_sees_is_known_after_a_dry_run(rows: int, window: int, caus
 def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
     hopper: None, folders: dict[str, Path | None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exact := name == "exact":
+    if exact := name.startswith("exact"):
         monkeypatch.setattr(exact_products, "forbid_partial_sums", lambda: None)
         backend = ExactBackend(LikeGpu(), torch.bfloat16)
         monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)

@@ -12,7 +12,7 @@ from cache_rig import Sequential, move
 from runner_harness import Settings, random_prompt, sampled
 from tiny_model import write_head, write_model
 
-from mamba_eagle.cache.tiers.export_file import difference, read_export
+from mamba_eagle.cache.tiers.disk_log import difference, read_export
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import ExportPrefix, ImportPrefix, PrefixMoved
 

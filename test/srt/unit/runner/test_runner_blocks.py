@@ -31,7 +31,7 @@ from tiny_model import VOCAB, load_model, write_model
 from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.drafting.check import drafter_problems
+from mamba_eagle.drafting import drafter_problems
 from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.model_config import UnsupportedModel

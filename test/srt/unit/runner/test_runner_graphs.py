@@ -30,9 +30,10 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.cpu.backend import CpuBackend
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
 from mamba_eagle.runner import assemble, loading, masks_ahead
-from mamba_eagle.runner.steps import graphs
+from mamba_eagle.runner.steps import graphs, prompt_graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
+from mamba_eagle.runner.steps.prompt_graphs import PromptPass
 
 TREE = Settings(topk=3, steps=3, nodes=9)
 SETTINGS = {
@@ -89,9 +90,12 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_graphs(monkeypatch)
 
 
-def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps by kind, which run again what a graph would repeat."""
+def without_graphs(monkeypatch: pytest.MonkeyPatch, prompts: tuple[int, ...] = ()) -> None:
+    """Steps by kind, which run again what a graph would repeat. prompts: sizes of their passes."""
     monkeypatch.setattr(GraphedSteps, "record", again)
+    monkeypatch.setattr(PromptPass, "record", lambda self: None)
+    monkeypatch.setattr(PromptPass, "replay", PromptPass.once)
+    monkeypatch.setattr(prompt_graphs, "SIZES", prompts)
     monkeypatch.setattr(assemble, "_never_waits", lambda *_: True)
     cuda = SimpleNamespace(
         is_available=lambda: False,

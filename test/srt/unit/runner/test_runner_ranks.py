@@ -26,14 +26,14 @@ from mamba_eagle.backend.place import FreeMemory, Host
 from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
-from mamba_eagle.drafting.block_drafter import BlockDrafter
+from mamba_eagle.drafting.dflash import BlockDrafter
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.message import DecodeBatch, Generate, Plan
 from mamba_eagle.offline import OfflineEngine
-from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.leader import LeadingRunner, make_runner
+from mamba_eagle.runner.ranks import RanksDiffer
 from mamba_eagle.runner.warm_up import rehearse
 
 torch.set_num_threads(1)

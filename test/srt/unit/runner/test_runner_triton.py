@@ -145,8 +145,8 @@ def test_texts_of_a_delta_rule_are_the_plain_models(
 
 @runs_kernels
 def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties and filters beside a greedy request: what the torch sampler makes of the
-    same model's logits, one operation after the other."""
+    """Penalties and filters beside a greedy request: what the torch sampler makes of the same
+    model's logits, one operation after the other. Prompts, too, are run as graphs have them."""
     settings = Settings("NONE", fused=False)
     asked = [
         greedy(3),
@@ -159,12 +159,13 @@ def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(engine.runner.steps, GraphedSteps) == graphed
         lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(asked)]
         engine.finish(lives)
+        assert len(engine.runner.prompts.graphs.passes) == graphed
         return [live.output for live in lives]
 
     expected = outputs(graphed=False)
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
     monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
-    without_graphs(monkeypatch)
+    without_graphs(monkeypatch, prompts=(8,))  # one token more than the first prompt has
     assert outputs(graphed=True) == expected
 
 

@@ -18,7 +18,7 @@ from tiny_drafters import DRAFTERS
 from tiny_model import write_model
 
 from mamba_eagle.core import PLAIN
-from mamba_eagle.drafting.block_drafter import BlockDrafter
+from mamba_eagle.drafting.dflash import BlockDrafter
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS, ModelDrafter
 
 torch.set_num_threads(1)

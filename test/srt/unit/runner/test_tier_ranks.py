@@ -21,7 +21,7 @@ from tiny_drafters import DRAFTERS
 from tiny_model import write_delta_model, write_model
 
 from mamba_eagle.backend.place import Host
-from mamba_eagle.cache.tiers.export_file import read_export
+from mamba_eagle.cache.tiers.disk_log import read_export
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import ExportPrefix, ImportPrefix, PrefixMoved
 

@@ -43,3 +43,11 @@ def test_what_is_wrong_with_the_settings_is_json() -> None:
     command = [sys.executable, "-m", "mamba_eagle.launch_server", "--log-format", "json"]
     (line,) = lines_of(*command, "--model-path", "/no/such/folder")
     assert line["level"] == "error" and line["message"].startswith("--model-path /no/such/folder")
+
+
+def test_a_server_goes_on_when_no_one_reads_what_it_says() -> None:
+    program = "from mamba_eagle import logs; logs.say('a'); logs.say('b'); import os; os._exit(7)"
+    ran = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert ran.stdout is not None
+    ran.stdout.close()
+    assert ran.wait(100) == 7

@@ -16,7 +16,7 @@ from mamba_eagle.engine import Engine
 from mamba_eagle.message import Plan, Shutdown, StepResult
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
-from mamba_eagle.parallel.meeting import interface_of, own_address_towards
+from mamba_eagle.parallel.distributed import interface_of, own_address_towards
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.leader import make_runner
 from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from server_harness import Harness, run
 from test_server_chat import chatting, ends
 
 from mamba_eagle.core import SamplingParams, declared
+from mamba_eagle.server.apis import openapi
 from mamba_eagle.server.apis.generate.body import GenerateSampling
 from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
@@ -126,6 +128,19 @@ def test_the_description_is_whole_and_right_bodies_fit_it() -> None:
                 assert not top, (path, top)
 
     run(test())
+
+
+def test_the_description_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, describe = [], openapi.describe
+    monkeypatch.setattr(openapi, "describe", lambda *given: made.append(0) or describe(*given))
+
+    async def test() -> None:
+        async with chatting(ends("x")) as server:
+            first, second = await asyncio.gather(document(server), document(server))
+            assert first == second == await document(server)
+
+    run(test())
+    assert len(made) == 1
 
 
 def test_the_page_asks_this_server_alone() -> None:

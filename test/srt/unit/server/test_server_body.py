@@ -151,6 +151,12 @@ def test_every_bad_body_is_named_and_survived() -> None:
         ("/v1/completions", {"prompt": "a", "bad_words": [" "]}, ["bad_words", "empty"]),
         ("/v1/completions", {"prompt": "a", "bad_words": 5}, ["bad_words = 5"]),
         (
+            "/generate",
+            {"text": "a", "sampling_params": {"bad_words": [""]}},
+            ["sampling_params.bad_words = "],
+        ),
+        ("/inference/v1/generate", {}, ["token_ids is needed"]),
+        (
             "/v1/completions",
             {"prompt": "a", "allowed_token_ids": [300]},
             ["allowed_token_ids = [300]", "299"],

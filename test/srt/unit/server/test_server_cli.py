@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mamba_eagle import cli
-from mamba_eagle.server.engine.socket_dir import PID_FILE, remove_stale_dirs
+from mamba_eagle.config import ConfigError
+from mamba_eagle.message.channel import PID_FILE, new_socket_dir, remove_stale_dirs
 
 
 def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +65,9 @@ def test_only_folders_of_dead_servers_are_stale(
     remove_stale_dirs()
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["mamba-eagle-alive", "mamba-eagle-new", "mamba-eagle-odd"]
+
+
+def test_without_a_temporary_folder_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    with pytest.raises(ConfigError, match="set TMPDIR to one that can be written"):
+        new_socket_dir()

@@ -11,9 +11,9 @@ from server_harness import TOKENIZER, listening, run, says, serving, silent
 from tiny_tokenizer import spell
 
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import Abort, Outputs
+from mamba_eagle.message import Abort, Generate, Outputs
 from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 PATHS = ("/generate", "/v1/completions")
 
@@ -166,7 +166,7 @@ def test_others_are_served_while_many_outputs_are_taken(monkeypatch: pytest.Monk
 
 def test_others_are_served_while_many_samples_have_news() -> None:
     async def test() -> None:
-        prompt = PromptRequest(rid="r", token_ids=[1], sampling=SamplingParams())
+        prompt = Generate(rid="r", token_ids=[1], sampling=SamplingParams())
         live = LiveRequest("r")
         for index in range(100):
             sample = Sample(live, prompt, "r", f"r#{index}", index, None)

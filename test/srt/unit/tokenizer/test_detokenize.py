@@ -8,8 +8,8 @@ import pytest
 from tiny_tokenizer import EOS, FIRST_BYTE, byte_level, metaspace, spell
 
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import RequestOutput, StopAt
-from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.message import Generate, RequestOutput, StopAt
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -179,9 +179,7 @@ def test_no_strings_match_nothing() -> None:
 
 
 def make_sample(prompt_ids: list[int] | None = None, **sampling: object) -> Sample:
-    prompt = PromptRequest(
-        rid="r", token_ids=prompt_ids or [5], sampling=SamplingParams(**sampling)
-    )
+    prompt = Generate(rid="r", token_ids=prompt_ids or [5], sampling=SamplingParams(**sampling))
     detokenizer = BYTES.detokenizer([], prompt.sampling.skip_special_tokens)
     return Sample(LiveRequest("r"), prompt, "r", "r#1", 0, detokenizer)
 
@@ -238,7 +236,7 @@ def test_every_chunking_gives_the_same_result(
 
 
 def test_stop_inside_a_merged_token_is_cut_inside_it() -> None:
-    prompt = PromptRequest(rid="r", token_ids=[5], sampling=SamplingParams(stop=["uest"]))
+    prompt = Generate(rid="r", token_ids=[5], sampling=SamplingParams(stop=["uest"]))
     sample = Sample(LiveRequest("r"), prompt, "r", "r#1", 0, WORDS.detokenizer([], True))
     ids = WORDS.encode("a Question")
     feed(sample, ids, [len(ids)], FinishReason(kind="length", length=len(ids)))

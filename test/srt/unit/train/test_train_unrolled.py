@@ -11,8 +11,8 @@ from mamba_eagle.layers.context import ForwardContext, FullSequenceContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.rotary import Rotary, RotaryAttention
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, RopeConfig
-from mamba_eagle.train.initial_weights import initialize
-from mamba_eagle.train.unrolled_pass import UnrolledContext, shift
+from mamba_eagle.train.heads.base import initialize
+from mamba_eagle.train.heads.unrolled import UnrolledContext, shift
 
 SIZE, LENGTH, STEPS = 32, 14, 4
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=12)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
-from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens
-from mamba_eagle.server.apis.openai.chat_body import EFFORT, ChatJob, Rendered, render_chat
+from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens, OpenAIJob
+from mamba_eagle.server.apis.openai.chat_body import EFFORT, Rendered, render_chat
 from mamba_eagle.server.apis.openai.messages import MESSAGES
 from mamba_eagle.server.apis.openai.tools import TOOLS
 from mamba_eagle.server.apis.openai.translation import (
@@ -114,7 +114,7 @@ class MessagesBody(OtherChat):
     HARMLESS = known.MESSAGES_HARMLESS
 
 
-def parse_message(values: dict[str, Any], state: ServerState) -> ChatJob:
+def parse_message(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     state.prompts.need_tokenizer("/v1/messages")
     chat = _translated(values, state)

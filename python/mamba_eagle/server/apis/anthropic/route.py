@@ -24,7 +24,7 @@ from mamba_eagle.server.apis.openai.parts import (
 )
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -144,18 +144,16 @@ router = APIRouter()
 
 
 @router.post("/v1/messages", openapi_extra=takes(MessagesBody))
-async def messages(request: Request) -> Response:
-    state = server_state(request)
+async def messages(request: Request, state: State) -> Response:
     with _anthropic_errors():
-        chat = await state.read(request, parse_message, is_chat=True)
-        reply = AnthropicReply(chat.job.rid, chat.job.model)
-        return await serve_parts(request, state, chat, reply)
+        job = await state.read(request, parse_message, is_chat=True)
+        return await serve_parts(request, state, job, AnthropicReply(job.rid, job.model))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesBody))
-async def count(request: Request) -> Response:
+async def count(request: Request, state: State) -> Response:
     with _anthropic_errors():
-        tokens = await server_state(request).read(request, count_tokens, is_chat=True)
+        tokens = await state.read(request, count_tokens, is_chat=True)
     return json_response({"input_tokens": tokens})
 
 

@@ -16,7 +16,7 @@ from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Object, Text, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 MAX_FORM = 2**16  # bytes of a form beside its file
 BATCH = "batch"
@@ -116,9 +116,9 @@ async def delete_file(request: Request, id: str) -> Response:
 
 
 @router.post("/v1/batches", openapi_extra=takes(BatchBody))
-async def create(request: Request) -> Response:
+async def create(request: Request, state: State) -> Response:
     """Each request of a file is answered, half as many at a time as the engine runs at most."""
-    state, key = server_state(request), key_of(request)
+    key = key_of(request)
     body = await state.read_control(request, BatchBody)
     source = _store(request).files.find(key, body.input_file_id, "input_file_id")
     if source.purpose != BATCH:

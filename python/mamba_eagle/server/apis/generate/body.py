@@ -1,9 +1,12 @@
 """The body of POST /generate, checked and tokenized."""
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import (
     MAX_PROMPTS,
     MAX_RID_LENGTH,
@@ -11,6 +14,7 @@ from mamba_eagle.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
+from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
 from mamba_eagle.server.bodies.kinds import Flag, OneOrEach, read, says
@@ -19,8 +23,6 @@ from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
 from mamba_eagle.server.bodies.served import Job, Served, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
-from mamba_eagle.tokenizer.sample import PromptRequest
-from mamba_eagle.tokenizer.stop import StopStrings
 
 
 @with_parameters()
@@ -30,14 +32,24 @@ class GenerateSampling(Sampled, Constrained):
     HARMLESS = frozenset(("stream_interval",))
 
 
-def either(kind: kinds.Kind) -> kinds.Kind:
-    """One value for all prompts, or a list with one for each."""
-    return kinds.untouched(kinds.any_of(kind.schema, kinds.list_of(kind.schema)))
+@dataclass(frozen=True, eq=False)
+class Each(kinds.Kind):
+    """One value for all prompts, or a list with one for each: read once it is known how many."""
+
+    one: kinds.Kind
+
+
+def either(one: kinds.Kind, schema: kinds.Schema | None = None) -> Each:
+    """schema: of both, where lists of one's would not say it."""
+    both = schema or kinds.any_of(one.schema, kinds.list_of(one.schema))
+    return Each(lambda value: value, "", both, one)
 
 
 TEXTS = kinds.text_or_texts("prompt", MAX_PROMPTS)
-STRINGS, ID_LISTS = kinds.untouched(kinds.STRINGS), kinds.untouched(kinds.ID_LISTS)
-FLAGS, INTEGERS = either(kinds.FLAG), either(kinds.INTEGER_KIND)
+ID_LISTS = kinds.untouched(kinds.ID_LISTS)
+FLAGS, INTEGERS, STRINGS = either(kinds.FLAG), either(kinds.INTEGER_KIND), either(kinds.TEXT)
+TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
+NAMED = either(kinds.integers("token ids", MAX_STOP_TOKEN_IDS), kinds.ID_LISTS)
 
 
 class GenerateBody(Served):
@@ -58,7 +70,7 @@ class GenerateBody(Served):
         "the first token of the prompt with logprobs"
     )
     top_logprobs_num: Annotated[Any, INTEGERS] = says(f"best tokens, up to {MAX_TOP_LOGPROBS}")
-    token_ids_logprob: Annotated[Any, ID_LISTS] = says(
+    token_ids_logprob: Annotated[Any, NAMED] = says(
         "tokens whose logprobs come with return_logprob, or a list of them per prompt"
     )
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
@@ -80,69 +92,75 @@ class GenerateBody(Served):
         **dict.fromkeys((*NAMES, *GenerateSampling.FIELDS), known.MISPLACED),
     }
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether the prompts came as a list, of texts or of lists of ids."""
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
-@dataclass(kw_only=True)
-class GenerateJob(Job[GenerateBody]):
-    as_list: bool  # the reply is a list
+
+PER_PROMPT = {
+    name: kind.one
+    for name, field in GenerateBody.model_fields.items()
+    for kind in field.metadata
+    if isinstance(kind, Each)
+}
 
 
-def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
+def parse_generate(values: dict[str, Any], state: ServerState) -> Job[GenerateBody]:
     """Raises: RequestError 400 that names the field and its value."""
     body = read(GenerateBody, values)
     # What is cheap to refuse comes before the prompts, which may take long to encode.
-    is_batch, count = _count_prompts(body)
-    rid, rids = _read_rids(body.rid, count, is_batch)
-    samplings = _read_samplings(body, count, state)
-    num_samples = sum(sampling["n"] for sampling in samplings)
-    state.limit_samples(count, num_samples)
-    requests: list[PromptRequest] = []
+    count = _count_prompts(body)
+    rid, rids = _read_rids(body.rid, count, body.is_batch)
+    asked = _each_sampling(body, count)
+    samplings = _read_samplings(body, asked, state)
+    state.limit_samples(count, sum(one.n for one in asked))
+    prompts: list[Generate] = []
     for i, token_ids in enumerate(_read_prompts(body, state)):
-        own = _own(body, i, count)
-        start = own["routed_experts_start_len"] or 0
-        if not 0 <= start <= len(token_ids):
-            remedy = f"must be between 0 and {len(token_ids)}"
-            raise RequestError.about("routed_experts_start_len", start, remedy)
-        name = own["lora_path"] or ""  # SGLang's field has a name, not a folder
-        if name and name not in state.adapters:
-            raise RequestError.about("lora_path", name, state.loaded_adapters)
-        requests.append(
-            PromptRequest(
-                rid=rids[i],
-                token_ids=token_ids,
-                return_spec_trace=bool(own["return_spec_trace"]),
-                return_hidden_states=bool(own["return_hidden_states"]),
-                return_routed_experts=_asks_for_experts(own, state),
-                routed_experts_start=start,
-                adapter=name,
-                **samplings[i],
-                **_read_logprobs(own, len(token_ids), state.prompts.vocab_size),
-                **body.wishes(state.config, len(token_ids)),
-            )
+        own = partial(_own, body, i, count)
+        prompt = Generate(
+            rid=rids[i],
+            token_ids=token_ids,
+            sampling=samplings[i],
+            n=asked[i].n,
+            seed=asked[i].chosen_seed,
+            return_spec_trace=bool(own("return_spec_trace")),
+            return_hidden_states=bool(own("return_hidden_states")),
+            adapter=own("lora_path") or "",  # SGLang's field has a name, not a folder
+            **body.wishes(state.config, len(token_ids)),
         )
-    check_demand(requests, state.prompts.context_length)
-    as_list = is_batch or num_samples > 1
-    return GenerateJob(body=body, rid=rid, prompts=requests, as_list=as_list)
+        if prompt.adapter and prompt.adapter not in state.adapters:
+            raise RequestError.about("lora_path", prompt.adapter, state.loaded_adapters)
+        _ask_for_experts(prompt, own, state)
+        _ask_for_logprobs(prompt, own, state)
+        prompts.append(prompt)
+    check_demand(prompts, state.prompts.context_length)
+    job = Job(body, state.config, rid, prompts)
+    for prompt in prompts:
+        job.stop_strings(prompt.sampling.stop)  # here, in a thread: thousands take long
+    return job
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _count_prompts(body: GenerateBody) -> tuple[bool, int]:
-    """Whether the prompts came as a list, and how many there are."""
+def _count_prompts(body: GenerateBody) -> int:
     text, ids = body.text, body.input_ids
     if text is not None and ids is not None:
         raise RequestError("text and input_ids are both given: send one of them", param="text")
     if text is None and ids is None:
         raise RequestError("text or input_ids is needed: neither is given", param="text")
     if text is not None:
-        return isinstance(text, list), len(text) if isinstance(text, list) else 1
+        return len(text) if body.is_batch else 1
     if not isinstance(ids, list):
         remedy = "must be a list of token ids, or a list of such lists"
         raise RequestError.about("input_ids", ids, remedy)
-    if not ids or not isinstance(ids[0], list):
-        return False, 1
+    if not body.is_batch:
+        return 1
     limit_prompts(ids, "input_ids")
-    return True, len(ids)
+    return len(ids)
 
 
 def _read_prompts(body: GenerateBody, state: ServerState) -> list[list[int]]:
@@ -158,50 +176,40 @@ def _read_prompts(body: GenerateBody, state: ServerState) -> list[list[int]]:
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────
 
-Fields = dict[str, Any]  # of a PromptRequest
 
-
-def _read_samplings(body: GenerateBody, count: int, state: ServerState) -> list[Fields]:
+def _each_sampling(body: GenerateBody, count: int) -> list[GenerateSampling]:
     given = body.sampling_params
-    if isinstance(given, list):
-        if len(given) != count:
-            wrong = f"the list has {len(given)} entries for {count} prompts"
-            raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
-        samplings = _read_each(given, state)
-    else:
-        # One object for all prompts is read once.
-        samplings = [_read_sampling(given or GenerateSampling(), "sampling_params.", state)] * count
-    if any(one["sampling"].stop for one in samplings):
+    if not isinstance(given, list):
+        return [given or GenerateSampling()] * count
+    if len(given) != count:
+        wrong = f"the list has {len(given)} entries for {count} prompts"
+        raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
+    return given
+
+
+def _read_samplings(
+    body: GenerateBody, asked: list[GenerateSampling], state: ServerState
+) -> list[SamplingParams]:
+    if isinstance(body.sampling_params, list):
+        places = [f"sampling_params[{i}]." for i in range(len(asked))]
+        read = [_read_sampling(one, where, state) for one, where in zip(asked, places)]
+    else:  # one object for all prompts is read once
+        read = [_read_sampling(asked[0], "sampling_params.", state)] * len(asked)
+    different = {tuple(one.stop) for one in read}
+    if any(different):
         state.prompts.need_tokenizer("sampling_params.stop")
-    return samplings
+    characters = sum(len(string) for strings in different for string in strings)
+    if characters > MAX_STOP_CHARACTERS:
+        what = "characters of different stop strings"
+        wrong = kinds.TooMany(what, characters, MAX_STOP_CHARACTERS)
+        raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
+    return read
 
 
-def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fields:
+def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> SamplingParams:
     grammar = read_grammar(one, state.grammars, where)
-    bad_words, seed = one.bad_word_ids(state.prompts), one.chosen_seed
-    params = checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
-    stops = StopStrings(params.stop) if params.stop else None
-    return {"sampling": params, "seed": seed, "n": one.n, "stops": stops}
-
-
-def _read_each(given: list[GenerateSampling], state: ServerState) -> list[Fields]:
-    known: dict[
-        tuple[str, ...], StopStrings | None
-    ] = {}  # prompts with the same strings share them
-    characters = 0
-    samplings = []
-    for i, one in enumerate(given):
-        made = _read_sampling(one, f"sampling_params[{i}].", state)
-        strings = tuple(made["sampling"].stop)
-        if strings not in known:
-            known[strings] = made["stops"]
-            characters += sum(map(len, strings))
-        if characters > MAX_STOP_CHARACTERS:
-            what = "characters of different stop strings"
-            wrong = kinds.TooMany(what, characters, MAX_STOP_CHARACTERS)
-            raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
-        samplings.append({**made, "stops": known[strings]})
-    return samplings
+    bad_words = one.bad_word_ids(state.prompts, where)
+    return checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────
@@ -231,74 +239,51 @@ def _read_rid_list(value: list[Any], count: int) -> list[str]:
 
 
 RID = kinds.short(MAX_RID_LENGTH)
-NAMED = kinds.integers("token ids", MAX_STOP_TOKEN_IDS)
 
-# ── logprobs ─────────────────────────────────────────────────────────────────────────────────
+# ── what comes back ──────────────────────────────────────────────────────────────────────────
 
-
-OWN = {
-    "return_logprob": kinds.FLAG,
-    "logprob_start_len": kinds.INTEGER_KIND,
-    "top_logprobs_num": kinds.INTEGER_KIND,
-    "token_ids_logprob": NAMED,
-    "return_spec_trace": kinds.FLAG,
-    "return_hidden_states": kinds.FLAG,
-    "return_routed_experts": kinds.FLAG,
-    "routed_experts_start_len": kinds.INTEGER_KIND,
-    "lora_path": kinds.TEXT,
-}
+Own = Callable[[str], Any]  # a prompt's own value of a field
 
 
-def _own(body: GenerateBody, i: int, count: int) -> Fields:
-    """Prompt i's of the fields that may be one value or a list with one per prompt."""
-    own = {}
-    for name, kind in OWN.items():
-        value = getattr(body, name)
-        is_list = isinstance(value, list)
-        if is_list and kind is NAMED:
-            is_list = bool(value) and isinstance(value[0], list)
-        if is_list and len(value) != count:
-            remedy = f"the list has {len(value)} entries for {count} prompts"
-            raise RequestError.about(name, value, remedy)
-        value = value[i] if is_list else value
-        own[name] = None if value is None else kind.take(value, name)
-    return own
+def _own(body: GenerateBody, i: int, count: int, name: str) -> Any:
+    """Prompt i's of a field that may be one value or a list with one per prompt."""
+    kind, value = PER_PROMPT[name], getattr(body, name)
+    is_list = isinstance(value, list)
+    if is_list and kind is NAMED.one:
+        is_list = bool(value) and isinstance(value[0], list)
+    if is_list and len(value) != count:
+        remedy = f"the list has {len(value)} entries for {count} prompts"
+        raise RequestError.about(name, value, remedy)
+    value = value[i] if is_list else value
+    return None if value is None else kind.take(value, name)
 
 
-def _asks_for_experts(own: Fields, state: ServerState) -> bool:
-    asks = bool(own["return_routed_experts"])
+def _ask_for_experts(prompt: Generate, own: Own, state: ServerState) -> None:
+    prompt.return_routed_experts = asks = bool(own("return_routed_experts"))
     if asks and not state.config.enable_return_routed_experts:
         remedy = "needs a server with --enable-return-routed-experts"
         raise RequestError.about("return_routed_experts", asks, remedy)
-    return asks
+    if start := own("routed_experts_start_len"):
+        fitting = kinds.integer(0, len(prompt.token_ids))
+        prompt.routed_experts_start = fitting.take(start, "routed_experts_start_len")
 
 
-def _read_logprobs(own: Fields, prompt_length: int, vocab_size: int) -> Fields:
-    """What a prompt wants of logprobs."""
-    start, best = own["logprob_start_len"], own["top_logprobs_num"]
-    named: list[int] = own["token_ids_logprob"] or []
+def _ask_for_logprobs(prompt: Generate, own: Own, state: ServerState) -> None:
+    named: list[int] = own("token_ids_logprob") or []
+    vocab_size, length = state.prompts.vocab_size, len(prompt.token_ids)
     if not all(0 <= token < vocab_size for token in named):
         remedy = f"each must be between 0 and {vocab_size - 1}"
         raise RequestError.about("token_ids_logprob", named, remedy)
-    if not own["return_logprob"]:
+    start, best = own("logprob_start_len"), own("top_logprobs_num") or 0
+    if not own("return_logprob"):
         if named:
             remedy = "needs return_logprob: send that as well"
             raise RequestError.about("token_ids_logprob", named, remedy)
-        return {}
+        return
     start = -1 if start is None else start
-    best = best or 0
-    if not -1 <= start <= prompt_length:
-        raise RequestError.about(
-            "logprob_start_len",
-            start,
-            f"must be between 0 and {prompt_length}, the prompt's length, or -1: output only",
-        )
-    if not 0 <= best <= MAX_TOP_LOGPROBS:
-        remedy = f"must be between 0 and {MAX_TOP_LOGPROBS}"
-        raise RequestError.about("top_logprobs_num", best, remedy)
-    return {
-        "return_logprob": True,
-        "logprob_start": -1 if start == prompt_length else start,
-        "top_logprobs": best,
-        "token_ids_logprob": named,
-    }
+    if not -1 <= start <= length:
+        remedy = f"must be between 0 and {length}, the prompt's length, or -1: output only"
+        raise RequestError.about("logprob_start_len", start, remedy)
+    prompt.top_logprobs = TOP.take(best, "top_logprobs_num")
+    prompt.return_logprob, prompt.token_ids_logprob = True, named
+    prompt.logprob_start = -1 if start == length else start

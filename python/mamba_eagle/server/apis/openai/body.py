@@ -1,12 +1,13 @@
 """What bodies of the OpenAI routes share, and that of /v1/completions, checked and tokenized."""
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+from mamba_eagle.chat.parse import OutputParser, PlainParser
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES, MAX_TOP_LOGPROBS
+from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, read, says
@@ -22,8 +23,6 @@ from mamba_eagle.server.bodies.sampling import (
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
-from mamba_eagle.tokenizer.sample import PromptRequest
-from mamba_eagle.tokenizer.stop import StopStrings
 
 TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
 BEST_OF = kinds.integer(1, MAX_SAMPLES)
@@ -94,10 +93,10 @@ class CompletionBody(OpenAIBody):
         return self.n if self.best_of is None else self.best_of
 
 
-@dataclass(kw_only=True)
 class OpenAIJob(Job[OpenAIBody]):
-    logprobs: int | None  # how many best ones beside the token's own; None: none at all
-    echoes: list[str]  # completions with echo: the prompts' text, which comes first
+    logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
+    echoes: Sequence[str] = ()  # completions with echo: the prompts' text, which comes first
+    make_parser: Callable[[], OutputParser] = PlainParser  # reads one sample of a chat
 
 
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
@@ -117,16 +116,14 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     prompts = state.prompts.keeping(body.truncate_prompt_tokens).any(body.prompt, "prompt")
     if body.suffix:
         prompts = _with_suffix(body, state, prompts)
-    return make_job(
-        body,
-        state,
-        "cmpl",
-        prompts,
-        lambda length: body.max_tokens,
-        body.logprobs,
-        tokenizer.decode_all(prompts) if body.echo else [],
-        read_grammar(body, state.grammars),
+    echoes = tokenizer.decode_all(prompts) if body.echo else []
+    grammar, top = read_grammar(body, state.grammars), body.logprobs
+    of_echo = bool(echoes) and top is not None
+    job = make_job(
+        body, state, "cmpl", prompts, lambda length: body.max_tokens, top, grammar, of_echo
     )
+    job.echoes = echoes
+    return job
 
 
 def make_job(
@@ -136,33 +133,32 @@ def make_job(
     prompts: list[list[int]],
     max_tokens: Callable[[int], int],
     logprobs: int | None,
-    echoes: list[str],
     grammar: str,
+    of_prompt: bool = False,
 ) -> OpenAIJob:
+    """kind: what names begin with. max_tokens: by a prompt's length. of_prompt: the logprobs are
+    of the prompt, too."""
     if body.prompt_logprobs is not None and body.stream:
         remedy = "does not come with a stream: send stream: false"
         raise RequestError.about("prompt_logprobs", body.prompt_logprobs, remedy)
     rid = body.rid or f"{kind}-{uuid.uuid4().hex}"
     n = body.samples
     wanted = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
-    of_prompt = body.prompt_logprobs is not None or (bool(echoes) and logprobs is not None)
+    of_prompt = of_prompt or body.prompt_logprobs is not None
     samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
-    stops: StopStrings | None = None
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
         length = max_tokens(len(ids))
         if length not in samplings:
             samplings[length] = _sampling(body, state, length, grammar)
-        stops = stops or StopStrings(samplings[length].stop)
         requests.append(
-            PromptRequest(
+            Generate(
                 rid=own,
                 token_ids=ids,
                 sampling=samplings[length],
                 seed=body.chosen_seed,
                 n=n,
-                stops=stops,
                 return_logprob=bool(wanted) or n > body.n,
                 logprob_start=0 if of_prompt else -1,
                 top_logprobs=max(wanted, default=0),
@@ -173,10 +169,11 @@ def make_job(
         )
     top = "logprobs" if kind == "cmpl" else "top_logprobs"
     check_demand(requests, state.context_length, {"top": top, "output": body.length_name})
-    model = body.model or state.model_name
-    return OpenAIJob(
-        body=body, rid=rid, prompts=requests, model=model, logprobs=logprobs, echoes=echoes
-    )
+    job = OpenAIJob(body, state.config, rid, requests, body.model or state.model_name)
+    job.logprobs = logprobs
+    for sampling in samplings.values():
+        job.stop_strings(sampling.stop)  # here, in a thread: thousands take long
+    return job
 
 
 def _sampling(body: OpenAIBody, state: ServerState, length: int, grammar: str) -> SamplingParams:

@@ -1,12 +1,9 @@
 """The body of /v1/chat/completions, checked, rendered and tokenized."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
-from mamba_eagle.chat.family import Family
 from mamba_eagle.chat.format import ChatFormat, make_parser
-from mamba_eagle.chat.parse import OutputParser
 from mamba_eagle.chat.render import Chat, TemplateError
 from mamba_eagle.chat.schema import readable_tools
 from mamba_eagle.limits import MAX_DOCUMENTS
@@ -46,27 +43,6 @@ def _documents(value: Any) -> list[Any] | None:
             remedy = "must be an object with title and text"
             raise RequestError.about(f"documents[{i}]", document, remedy)
     return value
-
-
-@dataclass(frozen=True)
-class OutputForm:
-    """How the samples of a chat are read. ``family`` None: all is content. ``is_live``: calls come
-    in pieces."""
-
-    family: Family | None = None
-    prefix: str = ""
-    tools: Sequence[Mapping[str, Any]] = ()
-    max_calls: int | None = None
-    is_live: bool = False
-
-    def parser(self) -> OutputParser:
-        return make_parser(self.family, self.prefix, self.tools, self.max_calls, self.is_live)
-
-
-@dataclass(kw_only=True)
-class ChatJob:
-    job: OpenAIJob
-    form: OutputForm = field(default_factory=OutputForm)
 
 
 class Template(Body):
@@ -109,7 +85,7 @@ class ChatBody(Rendered, OpenAIBody, ConstrainedChat):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
-def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
+def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     state.prompts.need_tokenizer("/v1/chat/completions")
     body = read(ChatBody, values)
@@ -119,9 +95,13 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
     if body.logprobs:
         wanted = TOP.take(0 if body.top_logprobs is None else body.top_logprobs, "top_logprobs")
     tools, chat, text = render_chat(body, state)
-    form = _form(body, state.chat, tools, chat, text)
+    calls = tools is not None and tools.may_call
+    family = state.chat.reader(calls, body.separate_reasoning)
+    answers = chat.add_generation_prompt or chat.continue_final_message
+    prefix = state.chat.prefix(text) if answers else ""
     # The template writes the special tokens itself.
-    (ids,) = state.prompts.encode([text], ["messages"], False)
+    prompts = state.prompts.keeping(body.truncate_prompt_tokens)
+    (ids,) = prompts.encode([text], ["messages"], False)
 
     def max_tokens(length: int) -> int:
         # As with OpenAI, a chat without a limit goes on until the model stops.
@@ -134,16 +114,16 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> ChatJob:
         body,
         state,
         "chatcmpl",
-        [state.prompts.keeping(body.truncate_prompt_tokens).check(ids, "messages")],
+        [prompts.check(ids, "messages")],
         max_tokens,
         wanted,
-        [],
-        chat_grammar(body, state, tools, form.prefix),
+        chat_grammar(body, state, tools, prefix),
     )
-    kept = state.chat.kept_tokens(form.family)
-    for prompt in job.prompts:
-        prompt.kept_tokens = kept
-    return ChatJob(job=job, form=form)
+    job.kept_tokens = state.chat.kept_tokens(family)
+    known = readable_tools(chat.tools or ()) if calls else ()
+    most = 1 if tools is not None and not tools.parallel else None
+    job.make_parser = partial(make_parser, family, prefix, known, most, is_live=body.stream)
+    return job
 
 
 def render_chat(body: Rendered, state: ServerState) -> tuple[Tools | None, Chat, str]:
@@ -234,18 +214,3 @@ def _arguments(body: Rendered, format: ChatFormat) -> dict[str, Any]:
 def _thinking(enabled: bool) -> dict[str, Any]:
     """Templates call it by either name."""
     return {"enable_thinking": enabled, "thinking": enabled}
-
-
-def _form(
-    body: ChatBody, format: ChatFormat, tools: Tools | None, chat: Chat, prompt: str
-) -> OutputForm:
-    calls = tools is not None and tools.may_call
-    family = format.reader(calls, body.separate_reasoning)
-    answers = chat.add_generation_prompt or chat.continue_final_message
-    return OutputForm(
-        family,
-        format.prefix(prompt) if answers else "",
-        readable_tools(chat.tools or ()) if calls else (),
-        1 if tools is not None and not tools.parallel else None,
-        body.stream,
-    )

@@ -1,6 +1,5 @@
 """The grammar of a chat's output: calls that must or may come, a constraint, reasoning first."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars
@@ -117,48 +116,39 @@ class _Calls:
     """
 
     def __init__(self, grammars: Grammars, family: Family, tools: Tools) -> None:
-        self.grammars = grammars
-        self.tools = tools
-        strict = [tools.must_call or bool(function.strict) for function in tools.functions]
-        self.is_forced = tools.must_call
-        self.is_strict = any(strict)
-        self._places = range(len(strict)) if tools.named < 0 else (tools.named,)
-        self._callable = [
-            CallableTool(function.name, function.parameters, strict[i])
-            for i, function in enumerate(tools.functions)
-            if i in self._places
-        ]
-        self._family = family
+        self.grammars, self.tools, self._family = grammars, tools, family
+        self._callable = {  # by place
+            place: CallableTool(one.name, one.parameters, tools.must_call or bool(one.strict))
+            for place, one in enumerate(tools.functions)
+            if tools.named in (-1, place)
+        }
 
     def constraint(self, asked: Constraint | None) -> Constraint | None:
         """For the whole answer; None: the model may write anything."""
-        if not self.is_strict and asked is None:
+        tools = list(self._callable.values())
+        if asked is None and not any(tool.strict for tool in tools):
             return None
         try:
             makers = CallGrammars(self._family, self.grammars.special)
         except GrammarError as error:
             raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
-        self._arguments = self._made(makers)
+        self._arguments = [self._made(makers, place) for place in self._callable]
         parallel = self.tools.parallel and self.tools.choice != "named"
         if asked is not None:
-            either = any_of(makers.forced(self._callable, parallel), asked.grammar)
+            either = any_of(makers.forced(tools, parallel), asked.grammar)
             return Constraint(either, asked.path)
-        make = makers.forced if self.is_forced else makers.allowed
-        return Constraint(make(self._callable, parallel), "tools")
+        make = makers.forced if self.tools.must_call else makers.allowed
+        return Constraint(make(tools, parallel), "tools")
 
     def check_each(self) -> None:
         """Raises: RequestError 400 for the first tool whose own schema cannot be served"""
-        places = map(_path, self._places)
-        self.grammars.check_all(list(zip(self._arguments, places)))
+        self.grammars.check_all(list(zip(self._arguments, map(_path, self._callable))))
 
-    def _made(self, makers: CallGrammars) -> Sequence[Grammar]:
-        made = []
-        for place, tool in zip(self._places, self._callable):
-            try:
-                made.append(makers.arguments(tool))
-            except GrammarError as error:
-                raise refusal(_path(place), error.path, str(error)) from None
-        return made
+    def _made(self, makers: CallGrammars, place: int) -> Grammar:
+        try:
+            return makers.arguments(self._callable[place])
+        except GrammarError as error:
+            raise refusal(_path(place), error.path, str(error)) from None
 
 
 def _path(place: int) -> str:

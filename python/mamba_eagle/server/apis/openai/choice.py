@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
-from mamba_eagle.chat.parse import OutputParser, Piece, TextPiece
+from mamba_eagle.chat.parse import Piece, TextPiece
 from mamba_eagle.message import TokenLogprob
-from mamba_eagle.server.apis.generate.reply import Reply, step_dict
+from mamba_eagle.server.apis.generate.route import Reply, step_dict
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
-from mamba_eagle.server.http.json_list import JsonList
+from mamba_eagle.server.apis.sse import JsonList
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -175,17 +175,13 @@ class CompletionChoice(Choice):
 
 
 class ChatChoice(Choice):
-    """``parser`` reads this sample's text and no other's."""
-
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     lists = ("content",)
 
-    def __init__(
-        self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob, parser: OutputParser
-    ) -> None:
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
         super().__init__(sample, tokenizer, job)
-        self._parser = parser
+        self._parser = job.make_parser()
         self._begun = False
         self._calls = 0  # given out so far
 

@@ -18,7 +18,7 @@ from mamba_eagle.chat.family import CALLS, REASONING
 from mamba_eagle.chat.live_calls import ArgumentsPiece
 from mamba_eagle.chat.parse import OutputParser, TextPiece
 from mamba_eagle.core import FinishReason
-from mamba_eagle.server.apis.openai.chat_body import ChatJob
+from mamba_eagle.server.apis.openai.body import OpenAIJob
 from mamba_eagle.server.apis.sse import EventStream, choice_error, updates, wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
@@ -179,20 +179,20 @@ def named_event(content: Event) -> bytes:
 
 
 async def serve_parts(
-    request: Request, state: ServerState, chat: ChatJob, reply: PartReply
+    request: Request, state: ServerState, job: OpenAIJob, reply: PartReply
 ) -> Response:
     """Raises: RequestError"""
-    live = state.submit(chat.job.rid, chat.job.prompts)
-    parts = Parts(live.samples[0], chat.form.parser())
-    written = Written(live, parts.all)
-    if chat.job.body.stream:
+    state.submit(job)
+    parts = Parts(job.samples[0], job.make_parser())
+    written = Written(job, parts.all)
+    if job.body.stream:
         return EventStream(
             _stream(state, parts, written, reply),
-            lambda: state.manager.release(live),
+            lambda: state.manager.release(job),
             state.config.sse_keep_alive,
             lambda error: named_event(reply.failed(error)),
         )
-    await wait_for_success(request, state.manager, live)
+    await wait_for_success(request, state.manager, job)
     for _ in parts.news():
         pass
     await _count(state, written, reply)

@@ -1,7 +1,7 @@
 """POST /v1/completions and /v1/chat/completions: OpenAI's replies from the same engine."""
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +23,6 @@ from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
-from mamba_eagle.tokenizer.text import TextTokenizer
 
 router = APIRouter()
 
@@ -32,50 +31,40 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_completion)
-    return await _serve(
-        request, state, job, lambda sample, tokenizer: CompletionChoice(sample, tokenizer, job)
-    )
+    return await _serve(request, state, job, CompletionChoice)
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
 async def chat_completions(request: Request) -> Response:
     state = server_state(request)
     # In a thread however short it is: a template may take long.
-    chat = await state.read(request, parse_chat, is_chat=True)
-    return await _serve(
-        request,
-        state,
-        chat.job,
-        lambda sample, tokenizer: ChatChoice(sample, tokenizer, chat.job, chat.form.parser()),
-    )
+    job = await state.read(request, parse_chat, is_chat=True)
+    return await _serve(request, state, job, ChatChoice)
 
 
 async def _serve(
-    request: Request,
-    state: ServerState,
-    job: OpenAIJob,
-    make_choice: Callable[[Sample, TextTokenizer], Choice],
+    request: Request, state: ServerState, job: OpenAIJob, kind: type[Choice]
 ) -> Response:
-    live = state.submit(job.rid, job.prompts)
+    state.submit(job)
     tokenizer = state.prompts.need_tokenizer(request.url.path)
-    choices = [make_choice(sample, tokenizer) for sample in live.samples]
+    choices = [kind(sample, tokenizer, job) for sample in job.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.body.stream:
-        events = _stream(state, job, live, choices, head)
+        events = _stream(state, job, choices, head)
         keep_alive = state.config.sse_keep_alive
-        return EventStream(events, lambda: state.manager.release(live), keep_alive)
+        return EventStream(events, lambda: state.manager.release(job), keep_alive)
 
     def take(sample: Sample) -> None:
         choices[sample.index].take_logprobs()
 
-    await wait_for_success(request, state.manager, live, take)
+    await wait_for_success(request, state.manager, job, take)
     given = best_of_each(choices, job.body.n)
     return json_response(
         {
             **head,
             "object": choices[0].object_name,
             "choices": await json_parts([choice.whole for choice in given]),
-            "usage": usage(live),
+            "usage": usage(job),
             **choices[0].of_reply(),
         }
     )
@@ -95,17 +84,13 @@ def best_of_each(choices: list[Choice], given: int) -> list[Choice]:
 
 
 async def _stream(
-    state: ServerState,
-    job: OpenAIJob,
-    live: LiveRequest,
-    choices: list[Choice],
-    head: dict[str, Any],
+    state: ServerState, job: OpenAIJob, choices: list[Choice], head: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": choices[0].chunk_name}
     options = job.body.stream_options
     begun = False
     interval = state.config.stream_interval
-    async for sample in updates(live, lambda sample: interval):
+    async for sample in updates(job, lambda sample: interval):
         error = choice_error(sample)
         if error is not None:
             if not begun:
@@ -122,7 +107,7 @@ async def _stream(
                 chunk["usage"] = None
             yield event(chunk)
     if options.include_usage:
-        yield event({**head, "choices": [], "usage": usage(live)})
+        yield event({**head, "choices": [], "usage": usage(job)})
     yield DONE
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from mamba_eagle.server.apis.openai.body import Common
-from mamba_eagle.server.apis.openai.chat_body import ChatJob, Template, parse_chat
+from mamba_eagle.server.apis.openai.body import Common, OpenAIJob
+from mamba_eagle.server.apis.openai.chat_body import Template, parse_chat
 from mamba_eagle.server.apis.openai.chat_grammar import BUDGET
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Content, Text, read, says
@@ -52,7 +52,7 @@ class ChatBuilder:
         self.names[f"messages[{len(messages)}]"] = own
         messages.append(message)
 
-    def parse(self, state: ServerState) -> ChatJob:
+    def parse(self, state: ServerState) -> OpenAIJob:
         """Raises: RequestError 400"""
         try:
             return parse_chat(self.values, state)

@@ -10,8 +10,8 @@ import msgspec
 from pydantic import Field
 
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
-from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens
-from mamba_eagle.server.apis.openai.chat_body import EFFORT, ChatJob
+from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens, OpenAIJob
+from mamba_eagle.server.apis.openai.chat_body import EFFORT
 from mamba_eagle.server.apis.openai.tools import CHOICES, TOOLS
 from mamba_eagle.server.apis.openai.translation import (
     TEXT_OR_PARTS,
@@ -157,7 +157,7 @@ class ResponseJob:
     """``echo``: the fields of the request that the reply repeats. ``conversation``: the items
     before the reply, as JSON; None: nothing is kept."""
 
-    chat: ChatJob
+    chat: OpenAIJob
     echo: dict[str, Any]
     conversation: bytes | None
 
@@ -181,7 +181,7 @@ def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> 
     # What the reply repeats must be text.
     refuse_half_pairs({"metadata": body.metadata, "text.format": form, "tools": tools})
     job = chat.parse(state)
-    sampling = job.job.prompts[0].sampling
+    sampling = job.prompts[0].sampling
     echo = {
         "instructions": body.instructions or None,
         "max_output_tokens": body.max_output_tokens,

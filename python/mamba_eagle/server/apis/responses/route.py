@@ -24,7 +24,7 @@ from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
-from mamba_eagle.server.state import server_state
+from mamba_eagle.server.state import State
 
 PREFIXES = {CALLS: "fc", REASONING: "rs", CONTENT: "msg"}
 
@@ -175,20 +175,19 @@ def _store(request: Request) -> ResponseStore:
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponseBody))
-async def responses(request: Request) -> Response:
+async def responses(request: Request, state: State) -> Response:
     """A chat as items, which is kept unless ``store`` is false."""
-    state, store, key = server_state(request), _store(request), key_of(request)
+    store, key = _store(request), key_of(request)
     parse = partial(parse_response, shelf=store.of(key))
     response = await state.read(request, parse, is_chat=True)
-    job = response.chat.job
-    conversation = response.conversation
+    job, conversation = response.chat, response.conversation
 
     def keep(reply: bytes) -> None:
         if conversation is not None:
             store.keep(key, job.rid, KeptResponse(reply, conversation))
 
     reply = ResponsesReply(job.rid, job.model, int(time.time()), response.echo, keep)
-    return await serve_parts(request, state, response.chat, reply)
+    return await serve_parts(request, state, job, reply)
 
 
 @router.get("/v1/responses/{id:path}")

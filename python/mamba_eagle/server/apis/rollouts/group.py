@@ -18,19 +18,15 @@ from mamba_eagle.message import (
     TakeTensors,
     TensorInfo,
 )
-from mamba_eagle.server.apis.rollouts.operator import (
-    CHANGE_SECONDS,
-    RANK_SECONDS,
-    answered,
-    trusted,
-)
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import Incoming, ServerState
+from mamba_eagle.server.state import Incoming, ServerState, Trusted, answered
 
 JOIN_SECONDS, MAX_JOIN_SECONDS = 300.0, 86_400.0
 ANSWER_SECONDS = 60.0  # later
+CHANGE_SECONDS = 1800.0  # that loading weights may take
+RANK_SECONDS = 3600.0  # that receiving or summing them may
 MAX_TENSORS, MAX_RANKS, MAX_CHUNK = 1_000_000, 65_536, 2**40
 DEFAULT_CHUNK = 2**30  # vLLM's
 GROUP = "weight_update_group"
@@ -119,37 +115,33 @@ class FinishBody(Body):
 
 
 @router.post("/init_weights_update_group", openapi_extra=takes(GroupBody))
-async def init_weights_update_group(request: Request) -> Response:
+async def init_weights_update_group(request: Request, state: Trusted) -> Response:
     """Returns once all members have met. Send it while the trainer makes its side of the group."""
-    state = trusted(request)
     body = await state.read_control(request, GroupBody)
     await _join(state, body, body.group_name, body.backend)
     return json_response({"success": True, "message": f"group {body.group_name} has met"})
 
 
 @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
-async def init_weight_transfer_engine(request: Request) -> Response:
+async def init_weight_transfer_engine(request: Request, state: Trusted) -> Response:
     """As /init_weights_update_group, with vLLM's fields."""
-    state = trusted(request)
     body = await state.read_control(request, InitBody)
     await _join(state, read(Meeting, body.init_info, "init_info"), GROUP, "")
     return json_response({"message": "Weight transfer initialized"})
 
 
 @router.post("/destroy_weights_update_group", openapi_extra=takes(LeaveBody))
-async def destroy_weights_update_group(request: Request) -> Response:
+async def destroy_weights_update_group(request: Request, state: Trusted) -> Response:
     """Leaves a group."""
-    state = trusted(request)
     name = (await state.read_control(request, LeaveBody)).group_name
     await answered(state.manager.ask(AskRanks(task=LeaveGroup(name)), RANK_SECONDS))
     return json_response({"success": True, "message": f"group {name} was left"})
 
 
 @router.post("/update_weights_from_distributed", openapi_extra=takes(TensorsBody))
-async def update_weights_from_distributed(request: Request) -> Response:
+async def update_weights_from_distributed(request: Request, state: Trusted) -> Response:
     """Send it while the trainer broadcasts. Names, shapes and dtypes are checked first. During a
     pause the weights change when it ends, with all that has come until then."""
-    state = trusted(request)
     body = await state.bodies.read(request, lambda values: read(TensorsBody, values))
     tensors = listed(body.names, body.dtypes, body.shapes, "dtypes")
     if body.abort_all_requests:
@@ -162,19 +154,18 @@ async def update_weights_from_distributed(request: Request) -> Response:
 
 @router.post("/start_weight_update")
 @router.post("/start_draft_weight_update")
-async def start_weight_update(request: Request) -> Response:
+async def start_weight_update(request: Request, state: Trusted) -> Response:
     """vLLM's: what /update_weights brings from a group until /finish_weight_update is one update,
     of the model or of its drafter."""
-    incoming = trusted(request).incoming
+    incoming = state.incoming
     incoming.begun, incoming.problem = True, ""
     incoming.is_drafter = request.url.path == "/start_draft_weight_update"
     return json_response({"message": "Weight update started"})
 
 
 @router.post("/finish_weight_update", openapi_extra=takes(FinishBody))
-async def finish_weight_update(request: Request) -> Response:
+async def finish_weight_update(request: Request, state: Trusted) -> Response:
     """The weights change, if a group has sent any."""
-    state = trusted(request)
     body = await state.read_control(request, FinishBody)
     state.incoming.version = body.weight_version or state.incoming.version
     state.incoming.begun = False

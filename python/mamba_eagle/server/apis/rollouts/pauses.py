@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from mamba_eagle.core import MEMORY_TAGS, shown
 from mamba_eagle.message import ChangeModel, Continue, Pause, PauseMode
-from mamba_eagle.server.apis.rollouts.group import finish
-from mamba_eagle.server.apis.rollouts.operator import CHANGE_SECONDS, answered, operated, trusted
+from mamba_eagle.server.apis.rollouts.group import CHANGE_SECONDS, finish
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, heard, server_state
+from mamba_eagle.server.state import Operated, ServerState, State, Trusted, answered, heard
 
 MAX_NAMES = 1_000_000
 PAUSE_SECONDS = 1800.0  # that requests may take to end
@@ -33,19 +32,17 @@ class PauseBody(Body):
 
 
 @router.post("/pause_generation", openapi_extra=takes(PauseBody))
-async def pause_generation(request: Request) -> Response:
+async def pause_generation(request: Request, state: Operated) -> Response:
     """Returns when no step is under way; requests that come wait for `/continue_generation`."""
-    state = operated(request)
     mode = (await state.read_control(request, PauseBody)).mode
     await _pause(state, SGLANG_MODES[mode], aborts=mode == "abort")
     return json_response({"status": "ok", "message": f"generation is paused ({mode})"})
 
 
 @router.post("/pause", openapi_extra=takes(mode=MODE, clear_cache=CLEARS))
-async def pause(request: Request) -> Response:
+async def pause(request: Request, state: Operated) -> Response:
     """``?mode=`` abort, wait (they run to their end) or keep (they stay, with their states);
     ``?clear_cache=false`` leaves the prefix cache."""
-    state = operated(request)
     mode = request.query_params.get("mode", "abort")
     clears = request.query_params.get("clear_cache", "true").lower()
     if mode not in VLLM_MODES:
@@ -59,23 +56,23 @@ async def pause(request: Request) -> Response:
 
 
 @router.post("/continue_generation")
-async def continue_generation(request: Request) -> Response:
+async def continue_generation(state: Operated) -> Response:
     """Ends a pause; without one nothing happens."""
-    await _go_on(request)
+    await _go_on(state)
     return json_response({"status": "ok", "message": "generation continues"})
 
 
 @router.post("/resume")
-async def resume(request: Request) -> Response:
+async def resume(state: Operated) -> Response:
     """Ends a pause; without one nothing happens."""
-    await _go_on(request)
+    await _go_on(state)
     return json_response({"status": "resumed"})
 
 
 @router.get("/is_paused")
-async def is_paused(request: Request) -> Response:
+async def is_paused(state: State) -> Response:
     """Whether requests that come wait."""
-    return json_response({"is_paused": server_state(request).paused})
+    return json_response({"is_paused": state.paused})
 
 
 class AbortsBody(Body):
@@ -87,9 +84,8 @@ class AbortsBody(Body):
 
 
 @router.post("/abort_requests", openapi_extra=takes(AbortsBody))
-async def abort_requests(request: Request) -> Response:
+async def abort_requests(request: Request, state: Operated) -> Response:
     """They end with finish reason abort and the tokens so far; nothing is paused."""
-    state = operated(request)
     body = await state.bodies.read(request, lambda values: read(AbortsBody, values))
     names: list[str | None] = [*body.request_ids] or [None]
     count = sum([await state.manager.abort(name) for name in names])
@@ -97,24 +93,23 @@ async def abort_requests(request: Request) -> Response:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request) -> Response:
+async def reset_prefix_cache(state: Operated) -> Response:
     """Empties the prefix cache, if nothing runs."""
-    reply = await heard(operated(request).manager.ask.flush_cache())
+    reply = await heard(state.manager.ask.flush_cache())
     if reply.problem:
         raise RequestError(f"the cache was not reset: {reply.problem}")
     return json_response({"success": True})
 
 
 @router.get("/get_world_size")
-async def get_world_size(request: Request) -> Response:
+async def get_world_size(state: State) -> Response:
     """How many ranks the model is split over."""
-    return json_response({"world_size": server_state(request).config.num_ranks})
+    return json_response({"world_size": state.config.num_ranks})
 
 
 @router.get("/liveness")
-async def liveness(request: Request) -> Response:
+async def liveness(state: State) -> Response:
     """As /health."""
-    state = server_state(request)
     if (problem := state.lifetime.failure or state.manager.dead) is not None:
         raise RequestError(problem, 503)
     return json_response({"status": "ok"})
@@ -127,8 +122,7 @@ async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
     await answered(state.manager.ask(Pause(mode=mode), PAUSE_SECONDS))
 
 
-async def _go_on(request: Request) -> None:
-    state = operated(request)
+async def _go_on(state: ServerState) -> None:
     if not state.incoming.begun:
         await finish(state)
     await answered(state.manager.ask(Continue(), 30.0))
@@ -146,48 +140,46 @@ class TagsBody(Body):
     )
 
 
-@router.post("/release_memory_occupation", openapi_extra=takes(TagsBody))
-async def release_memory_occupation(request: Request) -> Response:
-    """The weights and pools are freed; requests wait until all of it is resumed."""
-    tags = await _tags_of_body(request)
-    await _change(request, release=tags)
-    return json_response({"success": True, "released": tags})
-
-
-@router.post("/resume_memory_occupation", openapi_extra=takes(TagsBody))
-async def resume_memory_occupation(request: Request) -> Response:
-    """Once nothing is released any more, the weights are read again and requests go on."""
-    tags = await _tags_of_body(request)
-    await _change(request, resume=tags)
-    return json_response({"success": True, "resumed": tags})
-
-
-@router.post("/sleep")
-async def sleep(request: Request) -> Response:
-    """vLLM's: releases all; ``?level=`` makes no difference."""
-    await _change(request, release=MEMORY_TAGS)
-    return json_response({"status": "sleeping"})
-
-
-@router.post("/wake_up", openapi_extra=takes(tags="weights, kv_cache; left out: both"))
-async def wake_up(request: Request) -> Response:
-    """vLLM's: ``?tags=`` once or several times; left out: all."""
-    await _change(request, resume=_checked(request.query_params.getlist("tags")))
-    return json_response({"status": "awake"})
-
-
-async def _tags_of_body(request: Request) -> list[str]:
-    return _checked((await trusted(request).read_control(request, TagsBody)).tags)
-
-
 def _checked(tags: Sequence[str]) -> list[str]:
     if set(tags) - set(MEMORY_TAGS):
         raise RequestError.about("tags", list(tags), MUST)
     return sorted(set(tags)) or list(MEMORY_TAGS)
 
 
-async def _change(
-    request: Request, release: Sequence[str] = (), resume: Sequence[str] = ()
-) -> None:
-    asked = ChangeModel(release=list(release), resume=list(resume))
-    await answered(trusted(request).manager.ask(asked, CHANGE_SECONDS))
+async def _tags(request: Request, state: Trusted) -> list[str]:
+    return _checked((await state.read_control(request, TagsBody)).tags)
+
+
+Tags = Annotated[list[str], Depends(_tags)]
+
+
+@router.post("/release_memory_occupation", openapi_extra=takes(TagsBody))
+async def release_memory_occupation(state: Trusted, tags: Tags) -> Response:
+    """The weights and pools are freed; requests wait until all of it is resumed."""
+    await _change(state, ChangeModel(release=tags))
+    return json_response({"success": True, "released": tags})
+
+
+@router.post("/resume_memory_occupation", openapi_extra=takes(TagsBody))
+async def resume_memory_occupation(state: Trusted, tags: Tags) -> Response:
+    """Once nothing is released any more, the weights are read again and requests go on."""
+    await _change(state, ChangeModel(resume=tags))
+    return json_response({"success": True, "resumed": tags})
+
+
+@router.post("/sleep")
+async def sleep(state: Trusted) -> Response:
+    """vLLM's: releases all; ``?level=`` makes no difference."""
+    await _change(state, ChangeModel(release=list(MEMORY_TAGS)))
+    return json_response({"status": "sleeping"})
+
+
+@router.post("/wake_up", openapi_extra=takes(tags="weights, kv_cache; left out: both"))
+async def wake_up(request: Request, state: Trusted) -> Response:
+    """vLLM's: ``?tags=`` once or several times; left out: all."""
+    await _change(state, ChangeModel(resume=_checked(request.query_params.getlist("tags"))))
+    return json_response({"status": "awake"})
+
+
+async def _change(state: ServerState, asked: ChangeModel) -> None:
+    await answered(state.manager.ask(asked, CHANGE_SECONDS))

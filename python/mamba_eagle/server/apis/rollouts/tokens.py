@@ -8,14 +8,14 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_TOP_LOGPROBS
-from mamba_eagle.server.apis.generate.body import GenerateJob, parse_generate
+from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
 from mamba_eagle.server.apis.openai.route import usage
 from mamba_eagle.server.apis.sse import sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Flag, Object, needs, read, says, takes
-from mamba_eagle.server.bodies.served import Name, Served
+from mamba_eagle.server.bodies.served import Job, Name, Served
 from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, State
 from mamba_eagle.tokenizer.sample import Sample
 
 router = APIRouter()
@@ -42,7 +42,7 @@ NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
 
 
-def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
+def parse_tokens(values: dict[str, Any], state: ServerState) -> Job[GenerateBody]:
     """Raises: RequestError 400"""
     body = read(TokensBody, values)
     given = {NAMES.get(name, name): value for name, value in body.sampling_params.items()}
@@ -66,14 +66,13 @@ def parse_tokens(values: dict[str, Any], state: ServerState) -> GenerateJob:
 
 
 @router.post("/inference/v1/generate", openapi_extra=takes(TokensBody))
-async def generate(request: Request) -> Response:
+async def generate(request: Request, state: State) -> Response:
     """Token ids in, token ids out, with their logprobs if ``sampling_params.logprobs`` is given."""
-    state = server_state(request)
     job = await state.read(request, parse_tokens)
-    live = state.submit(job.rid, job.prompts)
-    await wait_for_success(request, state.manager, live, error_of=sample_error)
-    choices = [_choice(sample, state) for sample in live.samples]
-    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(live)})
+    state.submit(job)
+    await wait_for_success(request, state.manager, job, error_of=sample_error)
+    choices = [_choice(sample, state) for sample in job.samples]
+    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(job)})
 
 
 def _choice(sample: Sample, state: ServerState) -> dict[str, Any]:

@@ -6,17 +6,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.message import AskRanks, ChangeModel, SumWeights, Weights
-from mamba_eagle.server.apis.rollouts.group import GROUP, UpdateInfo, Version, listed, take, version
-from mamba_eagle.server.apis.rollouts.operator import (
+from mamba_eagle.server.apis.rollouts.group import (
     CHANGE_SECONDS,
+    GROUP,
     RANK_SECONDS,
-    answered,
-    trusted,
+    UpdateInfo,
+    Version,
+    listed,
+    take,
+    version,
 )
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.server.state import ServerState, State, Trusted, answered
 
 NO_PICKLE = (
     "tensors in this form are pickled, and a pickle can run any code: write them with safetensors "
@@ -50,10 +53,9 @@ class DirectoryBody(Body):
 
 
 @router.post("/update_weights_from_disk", openapi_extra=takes(DiskBody))
-async def update_weights_from_disk(request: Request) -> Response:
+async def update_weights_from_disk(request: Request, state: Trusted) -> Response:
     """Names, shapes and dtypes of all tensors are checked first; if one is wrong, nothing changes.
     Running requests step back, and go on with the new weights; the prefix cache is emptied."""
-    state = trusted(request)
     body = await state.read_control(request, DiskBody)
     if not body.model_path and not body.draft_model_path:
         raise RequestError.about("model_path", "", "must be a folder on the server")
@@ -65,10 +67,9 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 @router.post("/update_weights", openapi_extra=takes(DirectoryBody))
-async def update_weights(request: Request) -> Response:
+async def update_weights(request: Request, state: Trusted) -> Response:
     """From ``weight_dir`` as /update_weights_from_disk; from a group as
     /update_weights_from_distributed, or as a part of what /start_weight_update began."""
-    state = trusted(request)
     body = await state.bodies.read(request, lambda values: read(DirectoryBody, values))
     if body.update_info:
         info = read(UpdateInfo, body.update_info, "update_info")
@@ -83,18 +84,17 @@ async def update_weights(request: Request) -> Response:
 
 
 @router.post("/update_weights_from_tensor")
-async def update_weights_from_tensor(request: Request) -> Response:
+async def update_weights_from_tensor(state: Trusted) -> Response:
     """Refused."""
-    trusted(request)
     raise RequestError(f"/update_weights_from_tensor: {NO_PICKLE}")
 
 
 @router.api_route("/get_weight_version", methods=["GET", "POST"])
 @router.api_route("/weight_version", methods=["GET", "POST"])
 @router.get("/weight_info")
-async def get_weight_version(request: Request) -> Response:
+async def get_weight_version(state: State) -> Response:
     """Of the weights that requests run with now."""
-    return json_response(version(server_state(request)))
+    return json_response(version(state))
 
 
 async def _update(state: ServerState, target: str, drafter: str, version: str) -> None:
@@ -124,9 +124,8 @@ class CheckBody(Body):
 
 
 @router.post("/weights_checker", openapi_extra=takes(CheckBody))
-async def weights_checker(request: Request) -> Response:
+async def weights_checker(request: Request, state: Trusted) -> Response:
     """SGLang's: a comparison with the snapshot that fails is 400, with the names that differ."""
-    state = trusted(request)
     action = (await state.read_control(request, CheckBody)).action
     ranks = await _checksums(state, action)
     if action == "snapshot":
@@ -142,9 +141,8 @@ async def weights_checker(request: Request) -> Response:
 
 
 @router.post("/weight_checker", openapi_extra=takes(CheckBody))
-async def weight_checker(request: Request) -> Response:
+async def weight_checker(request: Request, state: Trusted) -> Response:
     """vLLM's: the caller keeps the checksums, and sends them to be compared."""
-    state = trusted(request)
     body = await state.bodies.read(request, lambda values: read(CheckBody, values))
     found = _flat(await _checksums(state, body.action))
     if body.action != "compare":

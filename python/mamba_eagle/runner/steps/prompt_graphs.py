@@ -1,0 +1,189 @@
+"""Passes over few prompt tokens as CUDA graphs: the host would launch their kernels one by one more
+slowly than the device executes them.
+
+A pass is captured for a few numbers of tokens, and takes the next larger one. What fills it up
+belongs to no request: kernels that go by requests skip it, and others compute rows that no one
+reads. What depends on the prompts beyond numbers in tables (attention, whose work FlashInfer
+divides on the host; the scan of delta rules) is left out, so a pass is a row of graphs:
+
+    tokens, positions, tables → [ … qkv ] → attention → [ out … qkv ] → … → [ out … ] → features
+
+Those of all sizes share one memory pool: a pass ends before another one begins, and its features
+are copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prefill_parts
+from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.message.indices import indices
+from mamba_eagle.parallel.groups import Window
+from mamba_eagle.runner.steps.decode_step import DecodeStep
+
+log = logging.getLogger("mamba_eagle.runner")
+
+# Less than a third of a pass is padding, from 64 tokens on. For more than the last one an H100
+# takes longer with a 9B model than the host.
+SIZES = (32, 64, 96, 128, 192, 256, 384, 512)
+REQUESTS = 16  # of a pass, at most
+
+# What a pass over n tokens leaves out of its graphs: made with the context of its prompts.
+Apart: TypeAlias = Callable[[PrefillContext, int], Tensor]
+
+
+class Hole(NamedTuple):
+    """Between two graphs."""
+
+    made: Apart
+    out: Tensor  # [size, ...], where the next graph reads it
+
+
+class PromptPass:
+    """The graphs of a pass over up to ``size`` tokens; the context of what is captured."""
+
+    rotation: Rotation | None = None
+
+    def __init__(self, size: int, graphs: PromptGraphs, ctx: PrefillContext) -> None:
+        """ctx: of one request of ``size`` tokens, in slots of padding."""
+        self.size, self.graphs, self.model = size, graphs, graphs.step.model
+        self.tokens, self.positions = graphs.step.backend.place.to_device([[0] * size] * 2)
+        self.recurrence = ctx.fixed(size, REQUESTS)
+        self.window, self.stages = Window(), graphs.step.chooser.stages
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+        self.holes: list[Hole] = []
+        self.at_once: tuple[PrefillContext, int] | None = None
+        self.once(ctx, size)  # loads kernels
+        self.record()
+
+    # ── what is captured ──
+
+    def once(self, ctx: PrefillContext, n: int) -> None:
+        """``replay`` without graphs."""
+        self.at_once = ctx, n
+        self._pass()
+        self.at_once = None
+
+    def _pass(self) -> None:
+        with self.stages.through(self.window):
+            self.features = self.model(self.tokens, self)
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
+
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        if self.recurrence is not None:
+            return self.recurrence.recur(layer, channels, raw)
+        shape = (self.size, layer.config.inner_size)
+        return self._hole(lambda ctx, n: ctx.recur(layer, channels[:n], raw[:n]), shape, channels)
+
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._hole(lambda ctx, n: ctx.attention(layer, q[:n], k[:n], v[:n]), q.shape, q)
+
+    def _hole(self, made: Apart, shape: Sequence[int], like: Tensor) -> Tensor:
+        out = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if self.at_once is not None:
+            ctx, n = self.at_once
+            out[:n].copy_(made(ctx, n))
+            return out
+        self.pieces[-1].capture_end()
+        self.holes.append(Hole(made, out))
+        self._begin()
+        return out
+
+    def record(self) -> None:
+        torch.cuda.synchronize(self.tokens.device)
+        with torch.cuda.stream(self.graphs.stream):
+            self._begin()
+            try:
+                self._pass()
+            finally:
+                self.pieces[-1].capture_end()
+
+    def _begin(self) -> None:
+        self.pieces.append(torch.cuda.CUDAGraph())
+        # other threads may use the device meanwhile
+        self.pieces[-1].capture_begin(pool=self.graphs.pool, capture_error_mode="thread_local")
+
+    # ── what is repeated ──
+
+    def replay(self, ctx: PrefillContext, n: int) -> None:
+        for i, piece in enumerate(self.pieces):
+            piece.replay()
+            if i < len(self.holes):
+                self.holes[i].out[:n].copy_(self.holes[i].made(ctx, n))
+
+    def over(self, tokens: Tensor, ctx: PrefillContext) -> Tensor:
+        """tokens [n] int64 of the prompts of ``ctx`` -> features [n, F]."""
+        n, arrives = len(tokens), self.window.arrives
+        self.tokens[:n] = tokens
+        if self.model.rotary is not None:
+            self.positions[:n] = ctx.positions
+        if self.recurrence is not None:
+            self.recurrence.show(ctx.parts)
+        if arrives is not None:
+            arrives[:n] = self.stages.take(arrives[:n])
+        self.replay(ctx, n)
+        if self.window.leaves is not None:
+            self.stages.hand_on(self.window.leaves[:n].clone())
+        return self.features[:n].clone()
+
+
+class PromptGraphs:
+    """Passes by size; none before ``capture``, and then those of more tokens are not captured."""
+
+    def __init__(self, step: DecodeStep, pool: StatePool) -> None:
+        self.step, self.pool_of_states = step, pool
+        self.passes: list[PromptPass] = []  # the largest first
+
+    @torch.inference_mode()
+    def capture(self, padded_slot: int) -> None:
+        """padded_slot: a request slot that no request gets."""
+        began = time.perf_counter()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.step.backend.device)
+        table, kv = self.step.table, self.step.kv
+        table.kv_slots[padded_slot].fill_(kv.padding_slot)
+        for size in reversed([size for size in SIZES if size <= table.kv_slots.shape[1]]):
+            item = PrefillItem(
+                slot=padded_slot,
+                state_slot=len(self.pool_of_states.feature) - 1,
+                start=0,
+                token_ids=indices([0] * size),
+                kv_slots=indices([kv.padding_slot] * size),
+            )
+            self.passes.append(PromptPass(size, self, self.context(prefill_parts([item]))))
+        took = time.perf_counter() - began
+        log.info("passes over prompts of %d sizes captured in %.1f s", len(self.passes), took)
+
+    def context(self, parts: list[PrefillPart]) -> PrefillContext:
+        step = self.step
+        given = (self.pool_of_states, step.kv, step.table.kv_slots, step.model.config.recurrence)
+        return step.backend.prefill_context(parts, *given)
+
+    def features(self, tokens: Tensor, ctx: PrefillContext) -> Tensor | None:
+        """Of a pass over prompts: tokens [n] int64 -> [n, F]. None: it is not captured."""
+        fitting = [each for each in self.passes if each.size >= len(tokens)]
+        if not fitting:
+            return None
+        smallest = fitting[-1]
+        if smallest.recurrence is not None and not smallest.recurrence.fits(ctx.parts):
+            return None
+        return smallest.over(tokens, ctx)
+
+    def close(self) -> None:
+        """Forget all graphs, once the device is done with them."""
+        for each in self.passes:
+            for piece in each.pieces:
+                piece.reset()
+        self.passes.clear()
