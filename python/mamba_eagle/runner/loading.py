@@ -155,6 +155,7 @@ class Loader:
             return False
         return True
 
+
 def give_back_freed_memory() -> None:
     """Return what was freed to the operating system, where the C library can (glibc): weights were
     rounded and put in another order, and what that needed lies between what stays. On a GPU also

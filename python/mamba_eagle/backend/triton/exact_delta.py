@@ -21,7 +21,7 @@ from mamba_eagle.kernels.delta_recurrence.gluon_verify import tree_verify
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.recurrence.gluon_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.layout import Folds
-from mamba_eagle.layers.delta_rule import L2_EPS
+from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
 from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
 
 
@@ -39,7 +39,7 @@ class ExactDeltaRows(TritonDelta):
 
 
 def _scanned(
-    layer: Any, channels: Tensor, gates: Tensor, pool: StatePool, plan: PrefillPlan
+    layer: DeltaRule, channels: Tensor, gates: Tensor, pool: StatePool, plan: PrefillPlan
 ) -> Tensor:
     history, state = pool.conv[layer.index], pool.ssm[layer.index]
     convolved = conv_prompts(channels, *layer.taps(), history, plan)
