@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+SERVERS = ("test/srt/chaos/", "test/srt/e2e/")
+
 if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be missing
     from hypothesis import HealthCheck, settings
 
@@ -35,9 +37,9 @@ if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be m
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import patch_languages_once
+    from interpreter import make_quicker
 
-    patch_languages_once()
+    make_quicker()
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            servers = nodeid.startswith(("test/srt/chaos/", "test/srt/e2e/"))
-            return "servers" if servers else super()._split_scope(nodeid)
+            return "servers" if nodeid.startswith(SERVERS) else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
@@ -70,6 +71,10 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # After those with servers come Triton's kernels, which need no Numba: the first server compiles
+    # meanwhile what others find in the cache.
+    triton = {item.path for item in items if item.name == "test_in_the_interpreter"}
+    items.sort(key=lambda item: (not item.nodeid.startswith(SERVERS), item.path not in triton))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

@@ -3,6 +3,7 @@ each file that has some is run once more, in a process of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -69,10 +70,16 @@ def check(item: pytest.Item) -> None:
         assert code == "0\n", output.read()
 
 
-def patch_languages_once() -> None:
-    """For a process that interprets: a function that a kernel calls finds triton.language as the
-    kernel's launch has left it. Triton would patch all of it again for each call, which takes more
-    time than what the function computes."""
+def make_quicker() -> None:
+    """For a process that interprets: what Triton does over and over for each operation of a kernel,
+    with the same result, takes more time than what the operations compute."""
+    _patch_languages_once()
+    _skip_dead_checks()
+    _remember_types()
+
+
+def _patch_languages_once() -> None:
+    """triton.language stays as the first kernel's launch has left it."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -89,3 +96,73 @@ def patch_languages_once() -> None:
         return patch(function)
 
     interpreter._patch_lang = patch_once
+    interpreter._LangPatchScope.restore = lambda scope: None
+
+
+def _skip_dead_checks() -> None:
+    """Triton does sums of integers again in int64, for an assertion that it then leaves out."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+
+
+def _remember_types() -> None:
+    """Types of the same name are the same; tensors of the same sizes share their shape."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    core, np_dtype = tl.core, interpreter._get_np_dtype
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    equal, broadcast = core.dtype.__eq__, TritonSemantic.broadcast_impl_value
+    checked = TritonSemantic.binary_op_type_checking_impl
+    computed = TritonSemantic.computation_type_impl
+    np_dtypes: dict[str, Any] = {}
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+    computation: dict[tuple[Any, ...], Any] = {}
+
+    def remembered_np_dtype(dtype: Any) -> Any:
+        if dtype.name not in np_dtypes:
+            np_dtypes[dtype.name] = np_dtype(dtype)
+        return np_dtypes[dtype.name]
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            sizes = tuple(type.shape) if type.is_block() else ()
+            shape = shapes.setdefault(sizes, self.shape)
+            tensors[type.name] = {"shape": shape, "numel": self.numel, "dtype": self.dtype}
+        vars(self).update(tensors[type.name], handle=handle, type=type)
+
+    def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def computation_type(self: Any, a: Any, a_scalar: bool, b: Any, *more: bool) -> Any:
+        key = (a.name, a_scalar, b.name, *more)
+        if key not in computation:
+            computation[key] = computed(self, a, a_scalar, b, *more)
+        return computation[key]
+
+    def check_other_types(self: Any, lhs: Any, rhs: Any, *more: bool, **named: bool) -> Any:
+        numbers = len(more) <= 2 and not named and type(lhs) is type(rhs) is core.tensor
+        if numbers and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr():
+            return lhs, rhs  # of an operation that divides nothing
+        return checked(self, lhs, rhs, *more, **named)
+
+    interpreter._get_np_dtype = remembered_np_dtype
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    core.block_type.to_ir = lambda self, builder: self
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    TritonSemantic.binary_op_type_checking_impl = check_other_types
+    TritonSemantic.computation_type_impl = computation_type
+    TritonSemantic.broadcast_impl_value = broadcast_other_shapes

@@ -55,20 +55,6 @@ SAMPLING: list[Body] = [
     {"max_new_tokens": 130, "ignore_eos": True, "temperature": 5.0},
     {"max_new_tokens": 130, "ignore_eos": True, "skip_special_tokens": False},
 ]
-FEW = ["--max-running-requests", "8"]
-SETTINGS = {
-    "neither speculation nor cache": ["--speculative-algorithm", "NONE", "--disable-radix-cache"],
-    "node snapshots, retraction": [
-        *("--mamba-verify-mode", "snapshot"),
-        *("--max-total-tokens", "400"),
-        *FEW,
-    ],
-    "small chunks, few checkpoints": [
-        *("--chunked-prefill-size", "64"),
-        *("--max-mamba-cache-size", "8"),
-        *FEW,
-    ],
-}
 
 
 def make_bodies() -> list[Body]:
@@ -173,17 +159,6 @@ def test_batch_and_cache_change_nothing(server, expected: Expected) -> None:
     assert any(reply["meta_info"]["cached_tokens"] for reply in warm)
     all_free(server.base_url)
     assert_same(ask(server.base_url, bodies, parallel=16), replies)
-
-
-@pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
-def test_settings_change_nothing(start_server, expected: Expected, flags: list[str]) -> None:
-    bodies, replies = expected
-    other = start_server(*flags)
-    assert_same(ask(other.base_url, bodies, parallel=16), replies)
-    assert_same(ask(other.base_url, bodies, parallel=16), replies)
-    state = all_free(other.base_url)
-    assert bool(state["num_retracted_reqs"]) == ("400" in flags)
-    other.stop()
 
 
 def test_64_streams_at_once_end_as_plain_replies(server, expected: Expected) -> None:

@@ -316,8 +316,13 @@ def interpreted(*names: str) -> list[Any]:
     finally:
         fresh = [n for n in sys.modules if n.startswith(PACKAGE) and ".gluon" in n]
         for name in {*fresh, *replaced}:
-            sys.modules.pop(name, None)
-        for name, module in before.items():
-            if module is not None:
+            sys.modules.pop(name)
+            if (module := before.get(name)) is not None:
                 sys.modules[name] = module
+            if name in fresh:  # ``from package import module`` reads an attribute
+                package, _, last = name.rpartition(".")
+                if module is not None:
+                    setattr(sys.modules[package], last, module)
+                else:
+                    delattr(sys.modules[package], last)
     return found

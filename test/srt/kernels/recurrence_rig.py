@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from forms import DEVICE
-from tensor_checks import Draw
+from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import tree_layout
 from verify_rig import HIDDEN, path_to, random_mixer, random_tree, truncated
@@ -86,6 +86,21 @@ class Rule(ABC):
 
     @abstractmethod
     def fold(self, folds: Folds, state: Tensor) -> None: ...
+
+
+def assert_definitions_bits(rule: Rule, wanted_y: Tensor, wanted_states: Tensor) -> None:
+    """A prompt of all tokens of the first sequence. wanted_y [l, H, P] and wanted_states
+    [l, H, P, N], after each token: by definition."""
+    state = torch.cat([rule.state, torch.zeros_like(rule.state)])
+    (y,) = rule.scan([Span(0, 0, rule.length, 0, ((rule.length, 1),))], state)
+    wanted, last = wanted_y.flatten(1).to(y.dtype), wanted_states[-1]
+    y_error = relative_error(y.float(), wanted.double())
+    state_error = relative_error(state[1], last.double())
+    equal = float((state[1] == last).double().mean())
+    print(f"relative error: y {y_error:.1e}, state {state_error:.1e}; equal {equal:.6f}")
+    assert y_error < (1e-6 if y.dtype == torch.float32 else 1e-4) and state_error < 1e-6
+    assert same(state[1], last)
+    assert same(y, wanted)
 
 
 def of_spans(part: Tensor, spans: list[Span]) -> Tensor:

@@ -17,7 +17,7 @@ from verify_rig import delta_config
 pytest.importorskip("triton")
 
 from gluon_rig import exp2, interpreted
-from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, of_spans, same
+from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, assert_definitions_bits, of_spans
 
 from mamba_eagle.backend.triton.exact_backend import ExactBackend
 from mamba_eagle.backend.triton.exact_delta import exact_delta_supported
@@ -140,15 +140,7 @@ def test_a_prompt_has_the_definitions_bits(
         monkeypatch.setattr(torch, "exp2", exp2)
     tokens = random_tokens(sizes, 1, 21, dtype, 0)
     wanted = naive.recurrence(*parts_of(tokens, sizes), tokens.state[0], EPS)
-    state = torch.cat([tokens.state, torch.zeros_like(tokens.state)])
-    (y,) = DeltaNet(tokens, sizes).scan([Span(0, 0, 21, 0, ((21, 1),))], state)
-    y_error = relative_error(y.float(), wanted.o.flatten(1).to(dtype).double())
-    state_error = relative_error(state[1], wanted.states[-1].double())
-    equal = float((state[1] == wanted.states[-1]).double().mean())
-    print(f"relative error: y {y_error:.1e}, state {state_error:.1e}; equal {equal:.6f}")
-    assert y_error < (1e-6 if dtype == torch.float32 else 1e-4) and state_error < 1e-6
-    assert same(state[1], wanted.states[-1])
-    assert same(y, wanted.o.flatten(1).to(dtype))
+    assert_definitions_bits(DeltaNet(tokens, sizes), wanted.o, wanted.states)
 
 
 SERVED = [

@@ -14,7 +14,7 @@ from verify_rig import mamba_config
 pytest.importorskip("triton")
 
 from gluon_rig import exp2, interpreted
-from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, of_spans, same
+from recurrence_rig import GARBAGE, Glue, Rule, Server, Span, assert_definitions_bits, of_spans
 from triton_rig import NANO
 
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
@@ -131,15 +131,7 @@ def test_a_prompt_has_the_definitions_bits(
         monkeypatch.setattr(torch, "exp2", exp2)
     tokens = random_tokens(sizes, 1, 21, dtype, 0)
     wanted = defined(tokens, sizes, 0)
-    state = torch.cat([tokens.state, torch.zeros_like(tokens.state)])
-    (y,) = Mamba2(tokens, sizes).scan([Span(0, 0, 21, 0, ((21, 1),))], state)
-    y_error = relative_error(y.float(), wanted.y.flatten(1).to(dtype).double())
-    state_error = relative_error(state[1], wanted.states[-1].double())
-    equal = float((state[1] == wanted.states[-1]).double().mean())
-    print(f"relative error: y {y_error:.1e}, state {state_error:.1e}; equal {equal:.6f}")
-    assert y_error < (1e-6 if dtype == torch.float32 else 1e-4) and state_error < 1e-6
-    assert same(state[1], wanted.states[-1])
-    assert same(y, wanted.y.flatten(1).to(dtype))
+    assert_definitions_bits(Mamba2(tokens, sizes), wanted.y, wanted.states)
 
 
 SERVED = [

@@ -39,7 +39,8 @@ CONFIGS: dict[str, Any] = {
     "delta-vectors": delta_config(head_dim=16, state_size=32, max_beta=2.0),
 }
 SIZES = [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)]
-FOLDED = [(*size, f"conv{width}") for size in SIZES for width in (2, 3, 4)]
+FOLDED = [(*size, "conv4") for size in SIZES]
+FOLDED += [(*size, f"conv{width}") for size in ((1, 3), (5, 7)) for width in (2, 3)]
 FOLDED += [(1, 3, "delta-vectors"), (5, 7, "delta"), (8, 24, "delta-vectors")]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -204,7 +205,7 @@ def test_the_shape_of_trees_may_change_from_step_to_step(scheme: str) -> None:
         assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
-# ── ten thousand tokens ──
+# ── thousands of tokens ──
 
 
 class Stream:
@@ -298,9 +299,9 @@ def errors_after_many_tokens(form: str = "", **settings: Any) -> dict[str, float
     return errors
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ten_thousand_tokens_leave_the_state_within_1e_5(form: str) -> None:
-    errors = errors_after_many_tokens(form, tokens=10_000)
+@pytest.mark.parametrize("form, tokens", [("", 10_000), ("-torch", 2000)])
+def test_thousands_of_tokens_leave_the_state_within_1e_5(form: str, tokens: int) -> None:
+    errors = errors_after_many_tokens(form, tokens=tokens)
     assert errors["deferred"] < 1e-5
     assert errors["deferred"] < 2 * errors["snapshot"]
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT_LENGTH = 3 * CHUNK + 5
 NEW_TOKENS = 32
 SERVED = {
-    "plain": Settings("NONE"),
     "tree-deferred": Settings(topk=3, steps=3, nodes=8),
     "tree-snapshot": Settings(scheme="snapshot", topk=3, steps=3, nodes=8),
 }

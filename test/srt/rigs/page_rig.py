@@ -89,6 +89,12 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(url)
+        # else what it still asks for is refused once the key is gone
+        self.wait(
+            "document.querySelector('#key:not([hidden])') ||"
+            " ['server_info', 'tokenizer_info'].every((name) => performance"
+            ".getEntriesByType('resource').some((each) => each.name.endsWith(name)))"
+        )
         self.js("sessionStorage.clear(); localStorage.clear()")
         if key:
             kept = json.dumps(settings)

@@ -7,7 +7,6 @@ journal was written by earlier steps: that walk need not wait for the convolutio
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +20,7 @@ from mamba_eagle.kernels.delta_recurrence.gluon_step import (
     write_output,
 )
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
-from mamba_eagle.kernels.gpu import overlapping
+from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
 from mamba_eagle.kernels.recurrence import gluon_step as recurrence
 from mamba_eagle.kernels.recurrence.gluon_step import (
     LOG2_E,
@@ -226,7 +225,7 @@ def tree_verify(
         *(gates, convolved, *rows, state, y, *tables, *lengths),
         **dict(zip("HPGN", sizes, strict=True)),
         TILE=tile,
-        NODES=triton.next_power_of_2(T),
+        NODES=next_power_of_2(T),
         BITS=None if T == 1 else masks,
         EPS=eps,
         num_warps=warps,

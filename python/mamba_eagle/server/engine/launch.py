@@ -216,6 +216,8 @@ class Launch(ABC):
         return child.how_it_ended()
 
     def fail(self, reason: Fault) -> None:
+        if self.lifetime.failure is not None:
+            return  # the watchdog ends it: a process that crashes as it writes stacks is no reason
         if not self.ending.done():
             self.manager.fail(reason.text)
         self.end(Ending(reason.code, reason.text))
@@ -273,7 +275,6 @@ class Launch(ABC):
         """Fails probes and requests, writes where the processes hang, and ends the server."""
         self.lifetime.failure = problem
         log.error("%s: the server ends", problem)
-        # first, since a process may crash while it writes its stacks, and that is not the reason
         self.manager.fail(problem, Failure.INTERNAL)
         self.nodes.write_stacks()
         for child in self.children:

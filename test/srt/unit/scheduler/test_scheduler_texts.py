@@ -303,12 +303,12 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
     """And no text changes, whoever is tracked, retracted or aborted."""
-    rng = random.Random(5)
+    rng, requests = random.Random(5), 80
     runner = FakeRunner(*POOLS[pool], context=100)
     runner.drafts_accepted = False
     server = Server(config(**SHAPES["adaptive"]), runner, rng)
     expected = {}
-    for number, prompt in enumerate(prompts(rng, 160)):
+    for number, prompt in enumerate(prompts(rng, requests)):
         how = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=number)
         server.add(f"{number}", prompt, how)
         expected[f"{number}"] = expected_text(prompt, how)
@@ -318,4 +318,4 @@ def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
             before = runner.tracked
     server.finish()
     assert server.texts == expected
-    assert 0 < runner.tracked - before <= 160 // PROBE_REQUEST_INTERVAL
+    assert 0 < runner.tracked - before <= requests // PROBE_REQUEST_INTERVAL
