@@ -212,6 +212,10 @@ class SavedJournals:
         pool.ssm[layers, state_slot] = pool.rounding.round_layers(folded, key, layers.start)
         pool.conv[layers, state_slot] = raw[:, count:]
 
+    def forget_weights(self) -> None:
+        """As StateScheme's."""
+        self._weights = None
+
     def _convolutions(self) -> Convolutions:
         if self._weights is None:
             taps = [mixer.conv1d.weight.detach()[:, 0].t().float() for mixer in self.mixers]

@@ -1,7 +1,7 @@
 """One residual layer: norm, mixer, add. ModelConfig.blocks names the mixers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -176,9 +176,12 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
 def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
     """Prepare all layers for inference with a backend's operations, once, after loading the
     weights; see ``Layer.prepare``."""
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.prepare(ops)
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.connect()
+    prepare_layers(model.modules(), ops)
+
+
+def prepare_layers(modules: Iterable[nn.Module], ops: LayerOps) -> None:
+    layers = [module for module in modules if isinstance(module, Layer)]
+    for layer in layers:
+        layer.prepare(ops)
+    for layer in layers:
+        layer.connect()

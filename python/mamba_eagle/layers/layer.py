@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.parallel.shard import Shard
+
+AnyLayer = TypeVar("AnyLayer", bound="Layer")
+Made = TypeVar("Made")
 
 
 class Layer(nn.Module):
@@ -63,6 +67,18 @@ class Layer(nn.Module):
         """The same of tensors with a row for each token of a vocabulary, which may be split where
         layers are not."""
         return {}
+
+
+def per_layer(make: Callable[[AnyLayer], Made]) -> Callable[[AnyLayer], Made]:
+    """What ``make`` derives of a layer's weights, once: the layer keeps it in ``derived``."""
+
+    def found(layer: AnyLayer) -> Made:
+        derived: dict[Any, Made] = layer.__dict__.setdefault("derived", {})
+        if found not in derived:
+            derived[found] = make(layer)
+        return derived[found]
+
+    return found
 
 
 class Residual(NamedTuple):

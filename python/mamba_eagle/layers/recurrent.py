@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, per_layer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import RecurrenceConfig
 
@@ -110,6 +110,7 @@ class Recurrent(Layer):
     index: int
     conv1d: Conv1dWeight | JoinedConv
 
+    @per_layer
     def taps(self) -> Taps:
         """Weights that must not change afterwards, in the order in which kernels read them."""
         weight, bias = self.conv1d.weight.detach()[:, 0], self.conv1d.bias

@@ -28,6 +28,7 @@ from torch import Tensor
 from mamba_eagle.gguf_files.config import num_layers
 from mamba_eagle.gguf_files.file import GgufFile, TensorInfo, open_gguf
 from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.models.staging import Staging
 from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.gguf_blocks import BLOCKS, grouped
@@ -336,7 +337,9 @@ class GgufCheckpoint:
             return stored
         return grouped(stored, self.made[name].sources[0].dtype)
 
-    def tensors(self, parts: Mapping[str, Part], mapped_bytes: int) -> Iterator[Opened]:
+    def tensors(
+        self, parts: Mapping[str, Part], mapped_bytes: int, staging: Staging | None
+    ) -> Iterator[Opened]:
         """The named tensors, on the CPU: what ``parts`` says of them. Those of ``packed`` are the
         file's bytes and whole, as they are cut with their scales."""
         for name, part in parts.items():

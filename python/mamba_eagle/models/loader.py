@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.rooms import Rooms
 from mamba_eagle.models.split import Split
+from mamba_eagle.models.staging import DTYPES, Staging
 from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
@@ -56,13 +58,19 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def load_weights(
-    model: nn.Module, folder: str | Path, rooms: Rooms | None = None, split: Split | None = None
+    model: nn.Module,
+    folder: str | Path,
+    rooms: Rooms | None = None,
+    split: Split | None = None,
+    staging: Staging | None = None,
 ) -> None:
     """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
     split: if the model is a rank's part of a larger one; of the files it reads only that part.
+
+    staging: to the model's device, if it has memory of its own.
 
     rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
@@ -87,6 +95,7 @@ def load_weights(
                 part = part.held_as(places)
             if part is not None:
                 parts[name] = part._replace(packed=name in checkpoint.packed)
+    parts = dict(sorted(parts.items(), key=lambda item: rooms.turn(item[1].target.name)))
     total = sum(contents[name].nbytes for name in parts)
     rooms.begin(str(checkpoint.folder), total / max(1, sum(contents[n].numel for n in parts)))
     log.info("loading %s, %.2f GB in the files", checkpoint.folder.name, total / 1e9)
@@ -97,7 +106,7 @@ def load_weights(
         desc=f"loading {checkpoint.folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, stored in checkpoint.tensors(parts, total // 20):
+        for name, stored in checkpoint.tensors(parts, total // 20, staging):
             progress.update(contents[name].nbytes)
             try:
                 value = checkpoint.value(name, stored)
@@ -159,11 +168,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def read_header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.tell()
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        found[name] = Stored(path, tuple(entry["shape"]), entry["dtype"], end - begin)
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        found[name] = Stored(path, shape, dtype, end - begin, begin=data + begin)
     return found
 
 
@@ -315,8 +326,23 @@ class Checkpoint:
         matrix = self.packed.get(name)
         return stored if matrix is None else matrix.read(stored, self._read)
 
-    def tensors(self, parts: dict[str, Part], mapped_bytes: int) -> Iterator[Opened]:
-        return checkpoint_tensors(self.contents, parts, mapped_bytes)
+    def tensors(
+        self, parts: dict[str, Part], mapped_bytes: int, staging: Staging | None
+    ) -> Iterator[Opened]:
+        """What a device needs as it is stored is there already, the rest in the host's memory."""
+
+        def is_staged(name: str) -> bool:
+            part, stored = parts[name], self.contents[name]
+            as_stored = part.cut is None and not part.packed and stored.dtype in DTYPES
+            return as_stored and stored.nbytes > 0
+
+        for staged, names in groupby(parts, is_staged):
+            together = {name: parts[name] for name in names}
+            if staged and staging is not None:
+                values = staging.tensors([self.contents[name] for name in together])
+                yield from map(Opened, together, values)
+            else:
+                yield from checkpoint_tensors(self.contents, together, mapped_bytes)
 
     def _read(self, name: str) -> Tensor:
         if name not in self.stored:

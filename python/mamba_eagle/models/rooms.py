@@ -52,6 +52,11 @@ class Rooms:
             room = room.chunk(2)[target.half]
         room.copy_(scaled(value, target))
 
+    def turn(self, name: str) -> int:
+        """When a parameter is filled: those of a lower turn come first, others in the order of the
+        files."""
+        return 0
+
     def begin(self, path: str, stored: float) -> None:
         """Nothing has been put yet. stored: bytes of an element in the files, on average.
 
@@ -63,7 +68,7 @@ class Rooms:
 
     def finish(self) -> None:
         """Everything has been put."""
-        for _, layer in matrix_layers(self.model):
+        for layer, _ in self.layers.values():
             layer.assemble()
 
 
@@ -181,7 +186,9 @@ class FewBitRooms(Rooms):
 
 
 def scaled(value: Tensor, target: Target) -> Tensor:
-    value = value if is_one(target.scale) else value.float() * target.scale
+    if not is_one(target.scale):
+        scale = target.scale
+        value = value.float() * (scale.to(value.device) if isinstance(scale, Tensor) else scale)
     return value.float() + target.shift if target.shift else value
 
 

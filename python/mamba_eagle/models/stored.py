@@ -15,6 +15,7 @@ class Stored(NamedTuple):
     dtype: str  # as safetensors names it: BF16, I64, …
     nbytes: int
     key: str = ""  # name in the file, where that is another
+    begin: int = 0  # of its bytes, in the file
 
     @property
     def numel(self) -> int:

@@ -5,6 +5,8 @@ refused is refused before weights are read. All ranks pass through it together.
 """
 
 import logging
+import time
+from functools import partial
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
@@ -24,7 +26,13 @@ from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
-from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.loading import (
+    Loader,
+    backend_for,
+    draft_source_for,
+    give_back_freed_memory,
+    split_of,
+)
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import DraftSize, MemoryPlan, memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
@@ -113,6 +121,29 @@ def assemble(
     warm_up(runner)
     runner.begin_serving(_describe(runner, length))
     return runner
+
+
+def refill(runner: ModelRunner, config: EngineConfig) -> bool:
+    """Put the weights of ``config`` in the places of the target's, while no request holds a slot.
+
+    False: that cannot be done, and the runner is good for nothing.
+
+    Raises: as ``assemble``.
+    """
+    model, backend, ranks = runner.model, runner.backend, runner.parts.ranks
+    began = time.perf_counter()
+    whole = read_model_config(config.model_path)
+    split = split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)
+    load, make = Loader(config, backend), partial(model_class(whole), model.config)
+    if not load.refill(model, make, config.model_path, split):
+        return False
+    runner.scheme.forget_weights()
+    runner.journals.forget_weights()
+    runner.adopt(config)
+    backend.place.timestamp().wait()  # until then the files must stay
+    give_back_freed_memory()
+    log.info("weights are replaced, in %.2f s", time.perf_counter() - began)
+    return True
 
 
 def _adapter_slots(

@@ -28,12 +28,15 @@ from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import weights_come_late
 from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
+from mamba_eagle.models.staging import Staging
 from mamba_eagle.parallel.shard import Shard, local
 from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.runner.refill import OtherForm, RefilledRooms
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -111,8 +114,7 @@ class Loader:
         """
         config, backend = self.config, self.backend
         ops = ops or backend.layer_ops
-        with created_as(backend.dtype, backend.device), weights_come_late():
-            model = make()
+        model = self.empty(make)
         free = backend.place.memory().free
         if backend.place.on_host:  # which all ranks of a node share
             free //= config.ranks_per_node
@@ -122,11 +124,36 @@ class Loader:
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:
-            load_weights(model, path, rooms, split)
+            load_weights(model, path, rooms, split, self.staging)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
         give_back_freed_memory()
         return model
+
+    @property
+    def staging(self) -> Staging | None:
+        place = self.backend.place
+        if place.on_host:
+            return None
+        return Staging(place.device, place.host_buffer, place.timestamp)
+
+    def empty(self, make: Callable[[], Model]) -> Model:
+        """A module whose large weights have no memory yet."""
+        with created_as(self.backend.dtype, self.backend.device), weights_come_late():
+            return make()
+
+    def refill(
+        self, model: CausalLM, make: Callable[[], CausalLM], path: str, split: Split | None
+    ) -> bool:
+        """Put the weights in ``path`` where those of a prepared model are, so that captured steps
+        read them. Otherwise as a call. False: they are kept in another form or there is no memory
+        for a layer twice, and the model is good for nothing."""
+        try:
+            rooms = RefilledRooms(model, self.empty(make), self.backend.device, self.policy)
+            load_weights(rooms.model, path, rooms, split, self.staging)
+        except (OtherForm, torch.OutOfMemoryError):
+            return False
+        return True
 
 
 def give_back_freed_memory() -> None:

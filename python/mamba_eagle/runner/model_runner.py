@@ -85,6 +85,10 @@ class ModelRunner:
         self.graphs_at_start = self.steps.num_graphs
         self.ready = ready
 
+    def adopt(self, config: EngineConfig) -> None:
+        """Its settings name other folders now."""
+        self.config, self.parts = config, self.parts._replace(config=config)
+
     @property
     def num_compiled(self) -> int:
         """Kernels that were compiled or loaded, and graphs that were captured, since the start."""

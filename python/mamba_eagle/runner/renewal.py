@@ -1,7 +1,8 @@
 """Other weights for a runner that serves, and its memory given back.
 
-A runner is replaced as a whole: the old one's weights, pools, programs and graphs go, and what
-stands then is what a server that starts with these weights has, bit by bit, however they are
+Where steps are captured, other weights take the places of the old ones (refill.py). Elsewhere a
+runner is replaced as a whole: the old one's weights, pools, programs and graphs go. Either way,
+what stands then is what a server that starts with these weights has, bit by bit, however they are
 packed, fused, split, rounded or captured. What stays is what no weight is in: the processes, the
 groups of ranks, compiled kernels, compiled grammars and the numbers of slots. The scheduler has
 taken every slot from its requests and emptied its cache before.
@@ -24,10 +25,12 @@ from mamba_eagle.message import ChangeModel, Weights
 from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.models.received import complete, forget
 from mamba_eagle.models.registry import model_class, read_model_config
-from mamba_eagle.runner.assemble import START_ERRORS, assemble
+from mamba_eagle.runner.assemble import START_ERRORS, assemble, refill
 from mamba_eagle.runner.loading import give_back_freed_memory
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import Ranks
+
+WITHOUT_WEIGHTS = ("NONE", "NGRAM")  # drafters
 
 
 class Kept(NamedTuple):
@@ -82,6 +85,8 @@ class Renewal:
             if refused:
                 return "\n".join(wrong) or "another rank has refused the weights: see its log"
             self.kept = self.kept._replace(config=config)
+            if not asked.release and self._refilled(config):
+                return ""
         self.released = self.released.union(asked.release).difference(asked.resume)
         if self.runner is not None:
             self.runner.retire()
@@ -97,6 +102,18 @@ class Renewal:
             for number, adapter in self.kept.adapters.items():
                 self.runner.adapters.keep(number, adapter)
         return ""
+
+    def _refilled(self, config: EngineConfig) -> bool:
+        """Whether all ranks have put the weights in the places of the old ones, from which
+        captured steps read them. On a CPU programs hold weights in forms of their own. Drafters
+        may derive some of the target's; lower tiers of the cache are those of other weights."""
+        runner = self.runner
+        if runner is None or not runner.parts.captures or runner.copies is not None:
+            return False
+        if config.speculative_algorithm not in WITHOUT_WEIGHTS:
+            return False
+        done = refill(runner, config)
+        return runner.parts.ranks.smallest([done]) == [1]
 
     @property
     def config(self) -> EngineConfig:

@@ -12,7 +12,7 @@ from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, row_par
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, Taps, TreeMask
+from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -40,7 +40,7 @@ class TorchScheme(StateScheme):
         self.config, self.size, self.table, self.pool = config, size, table, pool
         self.rows = RequestRows(config, size, table, pool)
         self.gates = gate_rows(config, size, self.rows.conv_in)
-        self.layers: dict[int, tuple[Recurrent, Taps]] = {}  # as they come by
+        self.layers: dict[int, Recurrent] = {}  # as they come by
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
@@ -48,11 +48,12 @@ class TorchScheme(StateScheme):
     def verify(
         self, layer: Recurrent, layout: TorchLayout, channels: Tensor, raw: Tensor
     ) -> Tensor:
+        self.layers[layer.index] = layer
         nodes, shape = layout.nodes, layout.shape
         conv_in, slots = self.rows.conv_in[layer.index], nodes.slots[:, None]
         conv_in[slots, nodes.rows + self.rows.history] = channels.view(*shape, -1)
         windows = conv_in[slots[..., None], layout.windows].flatten(0, 1)  # [b*T, K, conv_dim]
-        convolved = causal_conv_windows(windows, *self._weights(layer), self.config.conv_silu).view(
+        convolved = causal_conv_windows(windows, *layer.taps(), self.config.conv_silu).view(
             *shape, -1
         )
         gates = layer.gates(raw).view(*shape, -1)
@@ -98,12 +99,6 @@ class TorchScheme(StateScheme):
         columns = ends[:, None] + torch.arange(rows.shape[1], device=rows.device)
         own.path[nodes.slots[:, None], columns] = rows + own.history
         own.journal_len[nodes.slots] += accepted.count
-
-    def _weights(self, layer: Recurrent) -> Taps:
-        found = self.layers.get(layer.index)
-        if found is None:
-            found = self.layers[layer.index] = (layer, layer.taps())
-        return found[1]
 
 
 class TorchDeferred(TorchScheme):
@@ -204,7 +199,7 @@ class TorchDeferred(TorchScheme):
         state_slots = self.table.state_slot[slots]
         rounding = self.pool.rounding
         keys = rounding.keys(slots, own.folded(slots) + length)
-        for i, (layer, _) in self.layers.items():  # a journal has passed all of them
+        for i, layer in self.layers.items():  # a journal has passed all of them
             ssm = self.pool.ssm[i]
             folded = layer.fold(self._journal(i, slots, journal, length), ssm[state_slots])
             ssm.index_copy_(0, state_slots, rounding.round(folded, keys, i))

@@ -1,14 +1,12 @@
 """Rows and folds of delta rules on a GPU."""
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.deferred import TritonRows
-from mamba_eagle.backend.triton.layer import taps_of
 from mamba_eagle.kernels.causal_conv.triton import conv_nodes
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
@@ -16,20 +14,22 @@ from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
 from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
 from mamba_eagle.kernels.tree_verify.layout import Folds, TreeLayout
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule, GatedDeltaNet
+from mamba_eagle.layers.layer import per_layer
 from mamba_eagle.model_config import DeltaConfig
 from mamba_eagle.tree.tree import Tree
-
-_rates: WeakKeyDictionary[GatedDeltaNet, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 def gates_of(layer: DeltaRule, raw: Tensor) -> Tensor:
     """``layer.gates``, of decays per head in one launch."""
     if not isinstance(layer, GatedDeltaNet):
         return layer.gates(raw)
-    if layer not in _rates:
-        rate = -layer.A_log.detach().float().exp()
-        _rates[layer] = (rate, layer.dt_bias.detach().float().contiguous())
-    return delta_gates(raw, *_rates[layer], layer.config.max_beta)
+    return delta_gates(raw, *_rates(layer), layer.config.max_beta)
+
+
+@per_layer
+def _rates(layer: GatedDeltaNet) -> tuple[Tensor, Tensor]:
+    rate = -layer.A_log.detach().float().exp()
+    return rate, layer.dt_bias.detach().float().contiguous()
 
 
 class TritonDelta(TritonRows):
@@ -53,7 +53,7 @@ class TritonDelta(TritonRows):
         i = layer.index
         rows = DeltaRows(*(part[i] for part in self.recurrence))
         gates = gates_of(layer, raw)
-        convolved = conv_nodes(channels, *taps_of(layer), self.rows.conv_in[i], layout)
+        convolved = conv_nodes(channels, *layer.taps(), self.rows.conv_in[i], layout)
         state = self.pool.ssm[i]
         return self.kernel(rows, gates, convolved, state, layout, self.sizes, L2_EPS)
 

@@ -26,7 +26,6 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prompt_of
 from mamba_eagle.backend.triton.delta import gates_of
-from mamba_eagle.backend.triton.layer import taps_of
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.prefill_plan import Prompt
@@ -187,7 +186,7 @@ class DeltaPrefillContext(PlannedPrefill):
         assert isinstance(layer, DeltaRule)
         pool, i = self.pool, layer.index
         inputs = Inputs(
-            conv_prompts(channels, *taps_of(layer), pool.conv[i], self.plan), gates_of(layer, raw)
+            conv_prompts(channels, *layer.taps(), pool.conv[i], self.plan), gates_of(layer, raw)
         )
         if self.order is not None:
             inputs = Inputs(*(part[self.order] for part in inputs))

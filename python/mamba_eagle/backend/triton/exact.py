@@ -51,6 +51,9 @@ class ExactRows(TritonDeferred):
         state, skip = self.pool.ssm[i], skip_weights(layer)
         return tree_verify(rows, C, weights.A, skip, state, layout, self.sizes)
 
+    def forget_weights(self) -> None:
+        self._all_rates = None
+
     def _fold(self, folds: Folds) -> None:
         if self._all_rates is None:
             if len(self._rates) < self.size.layers:

@@ -12,7 +12,7 @@ from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.triton.deferred import TritonRows
 from mamba_eagle.backend.triton.delta import TritonDelta, gates_of
 from mamba_eagle.backend.triton.exact import ExactJournals
-from mamba_eagle.backend.triton.layer import delta_supported, sizes_of, taps_of
+from mamba_eagle.backend.triton.layer import delta_supported, sizes_of
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_recurrence.gluon_prompts import scan
@@ -21,7 +21,7 @@ from mamba_eagle.kernels.delta_recurrence.gluon_verify import tree_verify
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.kernels.recurrence.gluon_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.layout import Folds
-from mamba_eagle.layers.delta_rule import L2_EPS
+from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
 from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
 
 
@@ -39,10 +39,10 @@ class ExactDeltaRows(TritonDelta):
 
 
 def _scanned(
-    layer: Any, channels: Tensor, gates: Tensor, pool: StatePool, plan: PrefillPlan
+    layer: DeltaRule, channels: Tensor, gates: Tensor, pool: StatePool, plan: PrefillPlan
 ) -> Tensor:
     history, state = pool.conv[layer.index], pool.ssm[layer.index]
-    convolved = conv_prompts(channels, *taps_of(layer), history, plan)
+    convolved = conv_prompts(channels, *layer.taps(), history, plan)
     return scan(convolved, gates, state, plan, sizes_of(layer.config), L2_EPS)
 
 

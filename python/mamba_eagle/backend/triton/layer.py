@@ -1,19 +1,14 @@
 """Sizes and weights of recurrent layers, in the form that the Triton kernels take."""
 
 from typing import TypeGuard
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.layout import Sizes
+from mamba_eagle.layers.layer import per_layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.recurrent import Recurrent, Taps
 from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
-
-_weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
-_skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
-_taps: WeakKeyDictionary[Recurrent, Taps] = WeakKeyDictionary()
 
 
 def sizes_supported(config: RecurrenceConfig) -> TypeGuard[Mamba2Config]:
@@ -37,30 +32,18 @@ def sizes_of(config: Mamba2Config | DeltaConfig) -> Sizes:
     return Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
 
 
-def taps_of(layer: Recurrent) -> Taps:
-    """Cached per layer."""
-    taps = _taps.get(layer)
-    if taps is None:
-        taps = _taps[layer] = layer.taps()
-    return taps
-
-
+@per_layer
 def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
-    """Weights that are used before the recurrence, cached per layer."""
-    weights = _weights.get(layer)
-    if weights is None:
-        weights = _weights[layer] = ConvWeights(
-            *taps_of(layer),
-            layer.dt_bias.detach().float(),
-            layer.decay_rate(),
-            layer.config.time_step_limit,
-        )
-    return weights
+    """Weights that are used before the recurrence."""
+    return ConvWeights(
+        *layer.taps(),
+        layer.dt_bias.detach().float(),
+        layer.decay_rate(),
+        layer.config.time_step_limit,
+    )
 
 
+@per_layer
 def skip_weights(layer: Mamba2Mixer) -> Tensor:
-    """D [H] float32, cached per layer."""
-    skip = _skips.get(layer)
-    if skip is None:
-        skip = _skips[layer] = layer.D.detach().float()
-    return skip
+    """D [H] float32."""
+    return layer.D.detach().float()

@@ -38,7 +38,7 @@ class DiskBody(Body):
     abort_all_requests: Flag = says("end them; otherwise they go on with the new weights", False)
     load_format: Annotated[str, kinds.choice_of("auto", "safetensors")] = says(NO_FORMAT, "auto")
 
-    # the cache is always emptied, graphs are always captured anew, and a pause goes on
+    # the cache is always emptied, graphs are captured anew where they must be, and a pause goes on
     HARMLESS = frozenset(
         "flush_cache is_async keep_pause recapture_cuda_graph token_step torch_empty_cache".split()
     )
