@@ -33,7 +33,8 @@ from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.config import EngineConfig, add_arguments, from_arguments
 from mamba_eagle.constrain.grammar import json_schema_grammar
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.constrain.request import fill_masks
+from mamba_eagle.constrain.place import Place
+from mamba_eagle.constrain.request import RequestGrammar, fill_masks
 from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
@@ -163,8 +164,8 @@ def tried(vocabulary: Vocabulary, schema: dict[str, Any]) -> None:
 def tree_times(args: argparse.Namespace) -> Iterator[results.Line]:
     """Microseconds for all masks of a tree whose nodes the grammar allows, nine in ten."""
     for size in SIZES:
-        vocabulary, luck = vocabulary_of(size), random.Random(5)
-        matchers = Matchers(partial(vocabulary_of, size), size, (2,))
+        matchers, luck = Matchers(partial(vocabulary_of, size), size, (2,)), random.Random(5)
+        vocabulary = matchers.prepare().result()
         grammars = [json_schema_grammar(random_schema(luck)).text for _ in range(20)]
         for nodes in TREES:
             times = []
@@ -180,7 +181,7 @@ def tree_times(args: argparse.Namespace) -> Iterator[results.Line]:
             yield {"name": "tree_us", "vocabulary": size, "nodes": nodes, **quantiles(times)}
 
 
-def walk_ahead(grammar: Any, vocabulary: Vocabulary, luck: random.Random) -> None:
+def walk_ahead(grammar: RequestGrammar, vocabulary: Vocabulary, luck: random.Random) -> None:
     for _ in range(luck.randrange(25)):
         tokens = allowed(grammar.mask(), vocabulary)
         if not tokens:
@@ -194,18 +195,19 @@ def allowed(mask: Any, vocabulary: Vocabulary) -> list[int]:
 
 
 def random_tree(
-    grammar: Any, nodes: int, vocabulary: Vocabulary, luck: random.Random
+    grammar: RequestGrammar, nodes: int, vocabulary: Vocabulary, luck: random.Random
 ) -> tuple[list[int], list[int]]:
     tokens, parents = [0], [0]
-    paths: list[tuple[int, ...]] = [()]
+    places: list[Place | None] = [grammar.root]  # None: only a mask, or nothing, would tell
     while len(tokens) < nodes:
         parent = luck.randrange(max(0, len(tokens) - 8), len(tokens))
-        mask = grammar.mask_behind(paths[parent])
+        place = places[parent]
+        mask = grammar.mask(place) if place is not None else None
         choices = allowed(mask, vocabulary) if mask is not None else []
         known = choices and luck.random() < 0.9
         tokens.append(luck.choice(choices) if known else luck.randrange(3, vocabulary.size))
         parents.append(parent)
-        paths.append((*paths[parent], tokens[-1]))
+        places.append(grammar.below(place, tokens[-1]) if place is not None else None)
     return tokens, parents
 
 

@@ -316,9 +316,8 @@ def _chunk(
         saves=saves,
         is_last=end == len(request.to_prefill),
         track=request.drafts.tracked,
+        journal=held.prompt_journal,
     )
-    if (rows := held.prompt_journal) is not None:
-        item.journal = rows
     if held.trail is not None:
         item.trail = held.trail.journal
     if request.wants_input_logprobs and request.asked.logprob_start < end:
