@@ -48,7 +48,7 @@ class Config(NamedTuple):
     step: int = 128  # inputs per iteration, a divisor of ``chunk``
     stages: int = 4
     warps: int = 4
-    programs: int = 264  # of expand, at least, if it can be: two per multiprocessor of an H100
+    programs: int = 132  # of expand, at least, if it can be: one per multiprocessor of an H100
 
 
 CHANNELS = 64  # outputs that a program of expand makes at once
@@ -72,8 +72,7 @@ def widest(tiles: list[Tensor], rows: int, programs: int) -> Tensor:
 
 
 def choose_config(n: int, slots: int) -> Config:
-    """For Hopper: up to 64 rows measured with benchmark/kernels/bench_adapters.py, above them
-    reckoned."""
+    """For Hopper, as benchmark/kernels/bench_adapters.py measures it."""
     # rows of a prompt are neighbours: tiles of more of them have fewer slots each
     groups = max(1, min(slots, 8) // cdiv(n, 64))
     side = next_power_of_2(groups) if n <= 128 else 0

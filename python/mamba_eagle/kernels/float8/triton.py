@@ -143,7 +143,8 @@ def product_of_tiles(w, x, acc):
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
     else:
         # sums inside of the tensor cores have fewer bits than float32: carry them over in time
-        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PRECISE)
+        at_once: tl.constexpr = PRECISE if w.shape[1] > PRECISE else w.shape[1]
+        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=at_once)
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
