@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +13,10 @@ from mamba_eagle.message.indices import Indices
 
 def runs(units: Indices) -> Iterator[tuple[int, slice]]:
     """Units that follow each other: where they begin in the list, and which they are."""
-    for _, pairs in groupby(enumerate(units), key=lambda pair: pair[1] - pair[0]):
-        members = list(pairs)
-        yield members[0][0], slice(members[0][1], members[-1][1] + 1)
+    ids = np.asarray(units, dtype=np.int32)
+    firsts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    for first, unit, count in zip(firsts, ids[firsts], np.diff(firsts, append=len(ids))):
+        yield int(first), slice(int(unit), int(unit + count))
 
 
 class HostUnits:
@@ -35,11 +36,11 @@ class HostUnits:
 
     def store(self, units: Indices, rows: Tensor) -> None:
         """rows [n, unit bytes], on the device, from before ``beside``."""
-        self.data.index_copy_(0, self.place.to_device(units.tolist()), rows)
+        self.data.index_copy_(0, self.place.to_device(np.asarray(units)), rows)
 
     def fetch(self, units: Indices) -> Tensor:
         """[n, unit bytes] on the device."""
-        return self.data.index_select(0, self.place.to_device(units.tolist()))
+        return self.data.index_select(0, self.place.to_device(np.asarray(units)))
 
 
 class PinnedUnits(HostUnits):

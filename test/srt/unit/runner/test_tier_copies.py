@@ -81,7 +81,12 @@ def finish(copies: TierCopies, *moved: TierCopy) -> list[int]:
 def held(slots: DeviceSlots, kv: list[int], state: int, journal: int) -> list[torch.Tensor]:
     device = slots.kv.parts[0].tensor.device
     chosen = (kv, [state], [journal])
-    return [part.read(torch.tensor(each, device=device)).cpu() for part, each in zip(slots, chosen)]
+    found = []
+    for part, each in zip(slots, chosen):
+        rows = torch.ones(len(each), part.size + -part.size % 8, dtype=torch.uint8, device=device)
+        part.read(torch.tensor(each, device=device), rows)
+        found.append(rows.cpu())
+    return found
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
