@@ -120,6 +120,12 @@ def test_runs_are_units_that_follow_each_other() -> None:
         (3, slice(2, 3)),
         (4, slice(9, 11)),
     ]
+    assert list(runs(ids(4, 5, 6, 9), most=2)) == [
+        (0, slice(4, 6)),
+        (2, slice(6, 7)),
+        (3, slice(9, 10)),
+    ]
+    assert not list(runs(ids()))
 
 
 # ── disk ──
