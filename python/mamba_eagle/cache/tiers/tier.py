@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 
+import numpy as np
+
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.node import Node
 from mamba_eagle.cache.radix import RadixCache
@@ -10,6 +12,11 @@ from mamba_eagle.message import Blocks, TierSizes
 from mamba_eagle.message.indices import Indices, indices
 
 MAX_FREE_TOKENS = 1 << 21  # of a tier, for models whose tokens take no units
+
+
+def in_order(units: Indices) -> Indices:
+    """Sorted: those that follow each other are copied at once."""
+    return indices(np.sort(np.asarray(units, dtype=np.int32)).tobytes())
 
 
 class Pieces(SlotAllocator):
@@ -27,7 +34,7 @@ class Pieces(SlotAllocator):
         for slot in slots or ():
             units = self.pool.allocate(self.size)
             assert units is not None
-            self._units[slot] = indices(sorted(units))
+            self._units[slot] = in_order(units)
         return slots
 
     def free(self, slots: Iterable[int]) -> None:
@@ -88,7 +95,7 @@ class Tier(Shelf):
         no other but spare ones are evicted."""
         self._make_room(self.kv, count, spare)
         taken = self.kv.allocate(count)
-        return None if taken is None else indices(sorted(taken))
+        return None if taken is None else in_order(taken)
 
     def reserve_state(self, keep: Collection[int] = (), spare: bool = False) -> int | None:
         return self._reserve(self.states, spare)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.backend.place import Place, Timestamp
@@ -95,7 +95,7 @@ class TierCopies:
             self.thread.submit(self.disk.empty)
         for copy in plan.copies:
             if copy.source.tier == 0:
-                rows = self._read(copy.source)
+                rows = self._read(copy.source, len(_units(copy.target)))
                 with self.host.beside():
                     self.host.store(_units(copy.target), rows)
                     self.written = self.place.timestamp()
@@ -127,7 +127,7 @@ class TierCopies:
             raise
 
     def _save(self, copy: TierCopy) -> None:
-        rows = self.host.data[torch.as_tensor(_units(copy.source).tolist(), dtype=torch.int64)]
+        rows = self.host.data[torch.as_tensor(np.asarray(_units(copy.source)))]
         whole = self.whole.collect(rows, copy.source)
         self.whole.first_does(lambda: self._to_file(copy, whole))
 
@@ -143,7 +143,7 @@ class TierCopies:
     def _restore(self, copy: TierCopy) -> None:
         whole = self.whole.first_does(lambda: self._from_file(copy))
         rows = self.whole.hand_out(whole, copy.target)
-        self.host.data[torch.as_tensor(_units(copy.target).tolist(), dtype=torch.int64)] = rows
+        self.host.data[torch.as_tensor(np.asarray(_units(copy.target)))] = rows
 
     def _from_file(self, copy: TierCopy) -> Tensor:
         units = _units(copy.source)
@@ -158,38 +158,34 @@ class TierCopies:
 
     # ── the device ───────────────────────────────────────────────────────────────────────────
 
-    def _parts(self, blocks: Blocks) -> Iterable[tuple[SlotBytes, Tensor, int]]:
-        """The device's side of a copy: slots, and in how many units their bytes go."""
-        slots, sizes = self.slots, self.sizes
+    def _parts(
+        self, blocks: Blocks, rows: Tensor
+    ) -> Iterator[tuple[SlotBytes, int | Tensor, Tensor]]:
+        """The device's side of a copy: slots, and their rows. rows: [n, unit bytes], KV one token
+        per unit, then the state, then the journal."""
+        slots, sizes, first = self.slots, self.sizes, 0
         for part, ids, units in (
             (slots.kv, blocks.kv, len(blocks.kv)),
             (slots.states, blocks.state, sizes.state_units),
             (slots.journals, blocks.journal, sizes.journal_units),
         ):
             if len(ids) and units:
-                yield part, self.place.to_device(ids.tolist()), units
+                own = rows[first : first + units].view(len(ids), -1)  # a state's: in several units
+                one = len(ids) == 1
+                yield part, ids[0] if one else self.place.to_device(np.asarray(ids)), own
+                first += units
 
-    def _read(self, blocks: Blocks) -> Tensor:
-        """[n, unit bytes]: KV one token per unit, then the state, then the journal."""
-        rows = []
-        for part, ids, units in self._parts(blocks):
-            data = part.read(ids)
-            if len(ids) < units:  # one slot in several units
-                data = data.flatten()[None]
-                data = F.pad(data, (0, units * self.unit_bytes - data.shape[1]))
-                rows.append(data.view(units, self.unit_bytes))
-            else:
-                rows.append(F.pad(data, (0, self.unit_bytes - data.shape[1])))
-        return torch.cat(rows)
+    def _read(self, blocks: Blocks, units: int) -> Tensor:
+        """[units, unit bytes]. The next steps wait for it, so it passes over the bytes once."""
+        device = self.place.device
+        rows = torch.empty(units, self.unit_bytes, dtype=torch.uint8, device=device)
+        for part, ids, own in self._parts(blocks, rows):
+            part.read(ids, own)
+        return rows
 
     def _write(self, blocks: Blocks, rows: Tensor) -> None:
-        first = 0
-        for part, ids, units in self._parts(blocks):
-            own = rows[first : first + units]
-            if len(ids) < units:
-                own = own.reshape(1, -1)
-            part.write(ids, own[:, : part.size])
-            first += units
+        for part, ids, own in self._parts(blocks, rows):
+            part.write(ids, own)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 

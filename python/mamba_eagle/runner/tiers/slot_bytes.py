@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -52,19 +52,29 @@ class SlotBytes:
         self.sizes = [prod(part.slot_shape) * part.tensor.element_size() for part in self.parts]
         self.size = sum(self.sizes)  # bytes of a slot
 
-    def read(self, slots: Tensor) -> Tensor:
-        """slots [n] int64 -> [n, size] uint8, a copy."""
-        found = [torch.empty(len(slots), 0, dtype=torch.uint8, device=slots.device)]
-        for part in self.parts:
-            rows = part.tensor.index_select(part.dim, slots).movedim(part.dim, 0)
-            found.append(rows.reshape(len(slots), -1).view(torch.uint8))
-        return torch.cat(found, dim=1)
+    def read(self, slots: int | Tensor, rows: Tensor) -> None:
+        """slots: [n] int64, or the only one. rows [n, size or more] uint8 get their bytes, and
+        zeros behind."""
+        for part, own in self._pieces(rows):
+            if isinstance(slots, int):
+                own.copy_(part.tensor.narrow(part.dim, slots, 1))
+            else:
+                torch.index_select(part.tensor, part.dim, slots, out=own)
+        rows[:, self.size :].zero_()
 
-    def write(self, slots: Tensor, data: Tensor) -> None:
-        """slots [n] int64, data [n, size] uint8."""
-        for part, values in zip(self.parts, data.split(self.sizes, dim=1)):
-            rows = values.contiguous().view(part.tensor.dtype).view(len(slots), *part.slot_shape)
-            part.tensor.index_copy_(part.dim, slots, rows.movedim(0, part.dim))
+    def write(self, slots: int | Tensor, rows: Tensor) -> None:
+        """Undoes ``read``."""
+        for part, own in self._pieces(rows):
+            if isinstance(slots, int):
+                part.tensor.narrow(part.dim, slots, 1).copy_(own)
+            else:
+                part.tensor.index_copy_(part.dim, slots, own)
+
+    def _pieces(self, rows: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Each part, and the place of its bytes in rows, shaped as the part with their slots."""
+        for part, own in zip(self.parts, rows[:, : self.size].split(self.sizes, dim=1)):
+            own = own.view(part.tensor.dtype).unflatten(1, part.slot_shape)
+            yield part, own.movedim(0, part.dim)
 
 
 class Held(NamedTuple):

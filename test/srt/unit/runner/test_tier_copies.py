@@ -81,7 +81,12 @@ def finish(copies: TierCopies, *moved: TierCopy) -> list[int]:
 def held(slots: DeviceSlots, kv: list[int], state: int, journal: int) -> list[torch.Tensor]:
     device = slots.kv.parts[0].tensor.device
     chosen = (kv, [state], [journal])
-    return [part.read(torch.tensor(each, device=device)).cpu() for part, each in zip(slots, chosen)]
+    found = []
+    for part, each in zip(slots, chosen):
+        rows = torch.ones(len(each), part.size + -part.size % 8, dtype=torch.uint8, device=device)
+        part.read(torch.tensor(each, device=device), rows)
+        found.append(rows.cpu())
+    return found
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -115,6 +120,12 @@ def test_runs_are_units_that_follow_each_other() -> None:
         (3, slice(2, 3)),
         (4, slice(9, 11)),
     ]
+    assert list(runs(ids(4, 5, 6, 9), most=2)) == [
+        (0, slice(4, 6)),
+        (2, slice(6, 7)),
+        (3, slice(9, 10)),
+    ]
+    assert not list(runs(ids()))
 
 
 # ── disk ──
