@@ -22,6 +22,7 @@ from mamba_eagle.runner.tiers.whole import WholeUnits
 
 log = logging.getLogger("mamba_eagle.runner")
 PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
+STAGED_BYTES = 1 << 30  # that wait on the device for their way to the host, about
 
 
 class Ended(NamedTuple):
@@ -93,11 +94,17 @@ class TierCopies:
                 self.launched.pop(number).wait()
         if plan.empties_disk and self.disk is not None:
             self.thread.submit(self.disk.empty)
+        staged = 0
         for copy in plan.copies:
             if copy.source.tier == 0:
-                rows = self._read(copy.source, len(_units(copy.target)))
+                units = _units(copy.target)
+                if staged > STAGED_BYTES:  # many states at once: rather a late step than no memory
+                    self.written.wait()
+                    staged = 0
+                rows = self._read(copy.source, len(units))
+                staged += rows.nbytes
                 with self.host.beside():
-                    self.host.store(_units(copy.target), rows)
+                    self.host.store(units, rows)
                     self.written = self.place.timestamp()
             elif copy.target.tier != 0:
                 self.launched[copy.number] = Launch(None, self._submit(copy))
