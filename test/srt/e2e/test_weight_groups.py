@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trainer
 from ports import free_ports
 from rollout_rig import checkpoint, post, texts
@@ -32,14 +33,17 @@ def call(engine: Engine, path: str, **body: Any) -> Any:
 class Trainer:
     """One that has met an engine's ranks in a group."""
 
-    def __init__(self, engine: Engine, folder: Path, ranks: int = 1) -> None:
+    def __init__(self, engine: Engine, folder: Path, ranks: int = 1, device: str = "cpu") -> None:
         self.engine, path = engine, folder / "model.safetensors"
         self.weights = load_file(path)
         port = free_ports(1)
         self.meeting = {"master_address": HOST, "master_port": port, "world_size": ranks + 1}
-        command = [sys.executable, trainer.__file__, HOST, str(port), str(ranks + 1), str(path)]
+        given = [HOST, str(port), str(ranks + 1), str(path), device]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+            [sys.executable, trainer.__file__, *given],
+            stdin=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.DEVNULL,
         )
 
     def join(self, **fields: Any) -> None:
@@ -135,6 +139,29 @@ def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
         new = texts(engine)
         engine.update_weights_from_disk(str(other))
         assert texts(engine) == new != before
+        trains.end()
+    assert not received()
+
+
+@pytest.mark.gpu
+def test_weights_come_from_another_gpu(other: Path) -> None:
+    """By NCCL, and take the places of the old ones in captured steps."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_running_requests": 8}
+    with Engine(speculative_algorithm="NONE", exact=True, **settings) as engine:
+        before = texts(engine)
+        engine.update_weights_from_disk(str(other))
+        wanted = texts(engine)
+        engine.update_weights_from_disk(str(EMBEDDED_MODEL))
+        trains = Trainer(engine, other, device="cuda:1")
+        trains.join()
+        for flat in (False, True):
+            sent = trains.send(sorted(trains.weights), flat)
+            call(engine, "/update_weights_from_distributed", **sent)
+            assert texts(engine) == wanted != before
+            engine.update_weights_from_disk(str(EMBEDDED_MODEL))
+            assert texts(engine) == before
         trains.end()
     assert not received()
 

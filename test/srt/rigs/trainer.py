@@ -1,5 +1,6 @@
 """A trainer in a process of its own: joins a group as SGLang's clients do, and broadcasts a file's
-tensors in the order that its standard input names. arguments: address, port, members, file."""
+tensors in the order that its standard input names. arguments: address, port, members, file, and the
+tensors' device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def main() -> None:
-    address, port, members, path = sys.argv[1:]
+    address, port, members, path, device = sys.argv[1:]
+    if on_gpu := device != "cpu":
+        torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=60)
     size = int(members)
     store, _, _ = next(dist.rendezvous(f"tcp://{address}:{port}", 0, size, timeout=timeout))
@@ -22,12 +25,12 @@ def main() -> None:
         size,
         0,
         [],
-        "gloo",
+        "nccl" if on_gpu else "gloo",
         dist.PrefixStore(name, store),
         group_name=name,
         timeout=timeout,
     )
-    weights = load_file(path)
+    weights = load_file(path, device)
     for line in sys.stdin:  # names that go as one tensor of bytes, or one alone
         names = line.split()
         sent = [weights[name] for name in names]
