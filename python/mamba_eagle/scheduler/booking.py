@@ -9,7 +9,7 @@ from mamba_eagle.cache.node import Node, StateKind
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SESSIONS
-from mamba_eagle.message import AnchorMove, DraftCopy, JournalPart, PrefillItem, RunnerReady
+from mamba_eagle.message import DraftCopy, PrefillItem, RunnerReady
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
@@ -74,9 +74,7 @@ class PlanBooking:
         self.drafter_reads = runner.drafter_reads
 
     def book(self, plan: PlanDraft) -> None:
-        for fold in self.slots.take_folds():
-            rows = JournalPart(fold.journal, fold.start, fold.end)
-            plan.message.moves.append(AnchorMove(rows, fold.state_slot))
+        plan.message.moves += self.slots.take_moves()
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
             if request.held is not None:
