@@ -115,12 +115,12 @@ class PlanBooking:
 
     def _pin(self, request: Request, held: HeldSlots) -> None:
         """Its prompt is in the cache now; a client may have asked to keep it there."""
-        hints, tail = request.asked.cache, request.prompt_len - 1
+        asked, tail = request.asked, request.prompt_len - 1
         if tail <= 0 or not self.slots.stores:
             return
-        positions, pinned = [*hints.positions, tail], True
-        if hints.pin_seconds > 0:
-            until = time.monotonic() + hints.pin_seconds
+        positions, pinned = [*asked.checkpoints, tail], True
+        if asked.pin_seconds > 0:
+            until = time.monotonic() + asked.pin_seconds
             pinned = self.slots.cache.pin(held.node, positions, until)
-        if not (self.sessions.keep(hints.session, held.node, positions) and pinned):
+        if not (self.sessions.keep(asked.session, held.node, positions) and pinned):
             log.warning("request %r: half of the cache is pinned already", request.rid)
