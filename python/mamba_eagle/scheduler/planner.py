@@ -173,11 +173,11 @@ class DecodeManager:
         the last of the running requests, to be retracted; it is not part of the decode step.
         """
         if ready:
-            plan.choice, untracked = self.policy.choose(
+            plan.choice = self.policy.choose(
                 [request.drafts for request in ready],
                 [earlier.choice for earlier in in_flight if earlier.decodes],
             )
-            plan.untracked = [ready[place] for place in untracked]
+            plan.untracked = [ready[place] for place in plan.choice.untracked]
         batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
         for request in sorted(ready, key=rank):
             tree = self.slots.reserve_kv(plan.choice.shape.nodes)
