@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
 from mamba_eagle.model_config import RecurrenceConfig
+from mamba_eagle.tree.accept import Truncated
 
 
 class RequestRows:
@@ -80,6 +81,26 @@ class RequestRows:
     @property
     def num_bytes(self) -> int:
         return self.conv_in.nbytes + self.feature.nbytes
+
+
+class RowScheme(StateScheme):
+    """Of models with recurrent layers: what its rows alone say."""
+
+    rows: RequestRows
+    gates: Tensor  # [layers, R, W, gate_size]
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        self.rows.start(slots, state_slots)
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.rows.folded(slots)
+
+    def journal_len(self, slots: Tensor) -> Tensor:
+        return self.rows.journal_len[slots]
+
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        width = accepted.nodes.shape[1]
+        return self.rows.newest(slots, accepted.count, width, self.gates)
 
 
 def gate_rows(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> Tensor:

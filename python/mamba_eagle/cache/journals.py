@@ -5,10 +5,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import Fold, Journal, Node, Tokens, common_prefix
+from mamba_eagle.cache.node import Journal, Node, Tokens, common_prefix
 from mamba_eagle.cache.order import LazyHeap, Rank
 from mamba_eagle.cache.states import CachedStates
 from mamba_eagle.cache.tree import PrefixTree
+from mamba_eagle.message import AnchorMove, JournalPart
 
 
 class CachedJournals:
@@ -93,11 +94,11 @@ class CachedJournals:
             self.states.order.put(journal.node)
             self.tree.watcher.journal_added(journal)
 
-    def evict(self, keep: Collection[int]) -> Fold | None:
+    def evict(self, keep: Collection[int]) -> AnchorMove | None:
         """Frees the journal slot of the journal that is least recently used, but for those that
         begin at a state in ``keep``, and at ones that cannot be moved. The state moves to where the
-        journal was last hit, or to its end. The fold is to be done before the journal slot is
-        written again.
+        journal was last hit, or to its end: by the move that is returned, which is to be done
+        before the journal slot is written again.
 
         Returns None, and nothing is freed, if there is no such journal."""
         journal = self.order.first(
@@ -107,10 +108,11 @@ class CachedJournals:
             return None
         anchor, goal = journal.node, self._goal(journal)
         assert goal is not None
-        fold = Fold(journal.slot, anchor.end, goal.end, anchor.state_slot)
+        rows = JournalPart(journal.slot, anchor.end, goal.end)
+        move = AnchorMove(rows, anchor.state_slot)
         self.drop(journal)
         self.states.move(anchor, goal)
-        return fold
+        return move
 
     def _goal(self, journal: Journal) -> Node | None:
         """Where the state that the journal begins at moves when the journal goes: to where it was

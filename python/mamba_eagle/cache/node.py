@@ -147,16 +147,6 @@ class Journal:
         return self.node.end + len(self.tokens)
 
 
-class Fold(NamedTuple):
-    """What is to be done with a journal that was evicted: to bring the state that it begins at to
-    ``end``, where the cache has it from now on."""
-
-    journal: int  # journal slot
-    start: int
-    end: int
-    state_slot: int
-
-
 class Match(NamedTuple):
     """What the cache has of a prompt."""
 

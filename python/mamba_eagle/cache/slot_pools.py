@@ -5,9 +5,9 @@ import time
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import Fold, Node, StateKind
+from mamba_eagle.cache.node import Node, StateKind
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.message import CacheNode
+from mamba_eagle.message import AnchorMove, CacheNode
 from mamba_eagle.message.indices import Indices
 
 
@@ -31,7 +31,7 @@ class SlotPools:
         self.requests = SlotAllocator(max_requests, "request slot")
         self.journals = SlotAllocator(max_journals if use_cache else 0, "journal slot")
         self.folds_journals = folds_journals
-        self._folds: list[Fold] = []
+        self._moves: list[AnchorMove] = []
         self.stores = use_cache  # otherwise nothing is inserted, and every slot stays its owner's
         cache = self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
         self.match, self.flush = cache.match, cache.flush
@@ -107,22 +107,22 @@ class SlotPools:
 
     def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
         """A journal slot; None if there is none that can be had for it. keep: state slots that are
-        not moved to the end of their journal for it; ``take_folds`` has the one that is."""
+        not moved to the end of their journal for it; ``take_moves`` has the one that is."""
         if self.journals.num_free == 0 and self.folds_journals:
-            fold = self.cache.journals.evict(keep)
-            if fold is not None:
-                self._folds.append(fold)
+            move = self.cache.journals.evict(keep)
+            if move is not None:
+                self._moves.append(move)
         slots = self.journals.allocate(1)
         return slots[0] if slots else None
 
-    def take_folds(self) -> list[Fold]:
+    def take_moves(self) -> list[AnchorMove]:
         """What is to be done first in the plan that is being built."""
-        folds, self._folds = self._folds, []
-        return folds
+        moves, self._moves = self._moves, []
+        return moves
 
     def is_folding(self, state_slot: int) -> bool:
         """Whether the plan that is being built brings that state forward: it is not there yet."""
-        return any(fold.state_slot == state_slot for fold in self._folds)
+        return any(move.state_slot == state_slot for move in self._moves)
 
     def reserve_kv(self, count: int) -> Indices | None:
         """KV slots, of a request's tree the plan's until ``settle``. None, and nothing is evicted,

@@ -19,9 +19,7 @@ SCOPE = {"model_name": "model"}  # one index has the replicas of one model
 class EventIndex:
     """Replicas have names. Use it from one event loop."""
 
-    def __init__(self, block: int = BLOCK) -> None:
-        """block: tokens of a block."""
-        self._block = block
+    def __init__(self) -> None:
         self._service = SelectionService(indexer_threads=1)
         self._workers: dict[str, int] = {}  # Dynamo's number of each replica
         self._made = 0
@@ -42,7 +40,7 @@ class EventIndex:
             **SCOPE,
             "worker_id": self._made,
             "endpoint": name,  # Dynamo sends nothing there
-            "block_size": self._block,
+            "block_size": BLOCK,
             "data_parallel_start_rank": 0,
             "data_parallel_size": 1,
             "kv_events_endpoints": {0: source.endpoint},
@@ -52,13 +50,13 @@ class EventIndex:
     async def overlaps(self, tokens: Sequence[int]) -> dict[str, int]:
         """Tokens at a prompt's beginning that each replica has, in whole blocks, without the last
         token: that one runs in any case."""
-        most = (len(tokens) - 1) // self._block
+        most = (len(tokens) - 1) // BLOCK
         if not self._workers or most < 1:
             return {}
         scores = await self._service.overlap_scores({**SCOPE, "token_ids": list(tokens)})
         names = {number: name for name, number in self._workers.items()}
         return {
-            names[one["worker_id"]]: min(one["device_blocks"], most) * self._block
+            names[one["worker_id"]]: min(one["device_blocks"], most) * BLOCK
             for one in scores["workers"]
             if one["worker_id"] in names
         }

@@ -104,7 +104,3 @@ class CpuAddition(Addition):
         self.block.point(x=x, y=y, small=small)
         self.block.assign(rows=n, width=y.shape[1])
         ADD(n, n * self.work_per_row, self.block)
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes

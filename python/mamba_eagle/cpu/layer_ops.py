@@ -13,7 +13,7 @@ from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multi
 from mamba_eagle.cpu.spans.layers import SILU_GATE
 from mamba_eagle.cpu.vector_math import sigmoid
 from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions
-from mamba_eagle.layers.ops import LayerOps, Normed, Product
+from mamba_eagle.layers.ops import LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix
@@ -32,10 +32,6 @@ class CpuOps(LayerOps):
         out = torch.empty_like(x)
         rms_norm(x.numpy(), weight.numpy(), eps, out.numpy())
         return out
-
-    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
-        stream = stream + added
-        return Normed(self.rms_norm(stream, weight, eps), stream)
 
     def gated_group_rms_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float

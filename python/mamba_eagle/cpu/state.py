@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows
-from mamba_eagle.backend.state import KeptRows, SchemeSize, StatelessScheme, StateScheme
+from mamba_eagle.backend.rows import RequestRows, RowScheme, gate_rows, layer_rows
+from mamba_eagle.backend.state import KeptRows, SchemeSize, StatelessScheme
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.layers import FusedLayers
 from mamba_eagle.cpu.weights import Mixer, layer_weights
@@ -24,7 +24,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class CpuDeferred(StateScheme):
+class CpuDeferred(RowScheme):
     """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone. Layouts are
     TreeLayouts of arrays."""
 
@@ -42,9 +42,6 @@ class CpuDeferred(StateScheme):
         self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
         self.recurrence = rows_of(config, size, self.rows.conv_in)
         self._fused = FusedLayers(self)
-
-    def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        self.rows.start(slots, state_slots)
 
     def verify(self, layer: Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         y = torch.empty(xbc.shape[0], self.config.inner_size)
@@ -129,9 +126,6 @@ class CpuDeferred(StateScheme):
     def folded(self, slots: Tensor) -> Tensor:
         index = slots.numpy()
         return torch.from_numpy(self._processed[index] - self._journal_len[index])
-
-    def journal_len(self, slots: Tensor) -> Tensor:
-        return self.rows.journal_len[slots]
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         layout = self._layout(slots.numpy(), lanes, None)

@@ -51,9 +51,9 @@ def num_layers(file: GgufFile) -> int:
     return count - drafting
 
 
-def per_layer(file: GgufFile, key: str, default: int = 0) -> list[int]:
+def per_layer(file: GgufFile, key: str) -> list[int]:
     """A number for each layer, from a list or from one number for all."""
-    value, count = file.get(key, default), num_layers(file)
+    value, count = file.get(key, 0), num_layers(file)
     if not isinstance(value, list):
         return [int(value)] * count
     if len(value) < count:

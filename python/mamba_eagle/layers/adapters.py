@@ -48,6 +48,9 @@ class AdapterSize(NamedTuple):
 class MatrixSlots(ABC):
     """The slots of one matrix."""
 
+    down: Tensor  # of all slots, as the kind of slots lays them out
+    up: Tensor
+
     def __init__(self, size: AdapterSize) -> None:
         self.size = size
 
@@ -57,9 +60,9 @@ class MatrixSlots(ABC):
         [out, r], with the scale in it. r = 0: it adds nothing to this matrix."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Of all slots."""
+        return self.down.nbytes + self.up.nbytes
 
 
 class Additions(ABC):
@@ -115,7 +118,3 @@ class StackedAddition(Addition):
         small = small.masked_fill((slots[:, None] != self.numbers)[..., None], 0.0)
         own = y[:, self.first : self.first + self.size.outputs]
         own += small.flatten(1) @ self.up.flatten(0, 1)
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes

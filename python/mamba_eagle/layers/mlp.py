@@ -1,6 +1,4 @@
-"""Feed-forward layers, plain and gated: ``down(act(gate(x)) * up(x))``."""
-
-from collections.abc import Callable
+"""Feed-forward layers, plain and gated: ``down(silu(gate(x)) * up(x))``."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,33 +8,9 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.model_config import Span, UnsupportedModel
+from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def gelu(x: Tensor) -> Tensor:
-    """A row has the same bits in each batch: torch has one GELU for contiguous tensors on a CPU, as
-    a single row is, and another one for halves of rows."""
-    return F.gelu(x.contiguous())
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
-
-def activation(name: str) -> Activation:
-    """The activation function with this name in config.json. Raises: UnsupportedModel."""
-    if name not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
 
 
 def gate_and_up(own: Span, width: int) -> Cut:
@@ -45,31 +19,11 @@ def gate_and_up(own: Span, width: int) -> Cut:
     return rows(own, Span(width + own.begin, width + own.end))
 
 
-def gated(both: Tensor, act: Activation) -> Tensor:
-    """``act(gate) * up``: both [n, 2 * size], the gate and up projections, -> [n, size]."""
-    gate, up = both.chunk(2, dim=-1)
-    return act(gate) * up
-
-
-class Gate(Layer):
-    """``gated`` with the activation named ``act``, as one kernel if the backend has one."""
-
-    def __init__(self, act: str) -> None:
-        super().__init__()
-        self.act = activation(act)
-
-    def forward(self, both: Tensor) -> Tensor:
-        return self._ops.silu_and_mul(both) if self.act is F.silu else gated(both, self.act)
-
-
 class GatedMLP(Layer):
-    """Three matrices, named as in Llama: hidden [n, hidden_size] -> [n, hidden_size]."""
+    """Three matrices and SiLU, named as in Llama: hidden [n, hidden_size] -> the same."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu"
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate = Gate(act)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
@@ -85,6 +39,7 @@ class GatedMLP(Layer):
         }
 
     def prepare(self, ops: LayerOps) -> None:
+        super().prepare(ops)
         # fuse the two input projections into one product
         both = Linear.fused([self.gate_proj, self.up_proj])
         if both is not None:
@@ -103,16 +58,15 @@ class GatedMLP(Layer):
 
     def forward(self, hidden: Tensor | Rounded) -> Tensor:
         if self._both:
-            return self.down_proj(self.gate(self._both[0](hidden)))
-        return self.down_proj(self.gate.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+            return self.down_proj(self._ops.silu_and_mul(self._both[0](hidden)))
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class PackedGatedMLP(Layer):
     """Gate and up projection in one matrix, named as in Granite: [n, hidden_size] in and out."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate = Gate(act)
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
 
@@ -130,7 +84,7 @@ class PackedGatedMLP(Layer):
         return self.input_linear, self.output_linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_linear(self.gate(self.input_linear(hidden)))
+        return self.output_linear(self._ops.silu_and_mul(self.input_linear(hidden)))
 
 
 class ReluSquaredMLP(Layer):

@@ -10,7 +10,7 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP, activation, gated
+from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.ops import FusedRouter, LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
@@ -206,10 +206,10 @@ class Experts(MatrixLayer):
         return weighted.sum(1).to(x.dtype)
 
 
-def gated_experts(config: MoEConfig, hidden_size: int, act: Callable[[Tensor], Tensor]) -> Experts:
+def gated_experts(config: MoEConfig, hidden_size: int) -> Experts:
     """Of matrices with gate and up projection."""
     width = config.intermediate_size
-    return Experts(config.num_experts, hidden_size, width, 2 * width, act, config.held)
+    return Experts(config.num_experts, hidden_size, width, 2 * width, silu_gate, config.held)
 
 
 def local_experts(experts: Tensor, held: Span) -> Tensor:
@@ -223,7 +223,8 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def silu_gate(both: Tensor) -> Tensor:
-    return gated(both, F.silu)
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 # activations that kernels of experts have, by the name that these know them by
@@ -294,7 +295,7 @@ class GatedSharedMoE(Mixture):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
         self.gate = SoftmaxRouter(config, hidden_size)
-        self.experts = gated_experts(config, hidden_size, silu_gate)
+        self.experts = gated_experts(config, hidden_size)
         self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1)
 
@@ -317,12 +318,10 @@ class GatedMoE(Mixture):
     hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts a part of the sum.
     """
 
-    def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
         self.router = SoftmaxRouter(config, hidden_size)
-        act_fn = activation(act)
-        both = silu_gate if act == "silu" else lambda both: gated(both, act_fn)
-        self.experts = gated_experts(config, hidden_size, both)
+        self.experts = gated_experts(config, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.experts(hidden, self.router(hidden))
@@ -337,7 +336,7 @@ class SigmoidMoE(Mixture):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = gated_experts(config, hidden_size, silu_gate)
+        self.experts = gated_experts(config, hidden_size)
         self.has_shared = config.shared_intermediate_size > 0
         if self.has_shared:
             self.shared_experts = GatedMLP(hidden_size, config.shared_intermediate_size)

@@ -54,15 +54,6 @@ class Question(Message, Generic[A], kw_only=True):
 # ── server → scheduler ───────────────────────────────────────────────────────────────────────
 
 
-class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client asks of the prefix cache. None of it changes a text."""
-
-    salt: str = ""  # only requests of the same salt share what is cached
-    pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
-    positions: list[int] = []  # prompt positions at which to save the state
-    session: str = ""  # while it is open, what its last request has run is pinned
-
-
 class Returned(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What comes back beside a request's tokens."""
 
@@ -87,9 +78,13 @@ class Generate(Returned, tag=True, kw_only=True):
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     routed_experts_start: int = 0  # position of the first token whose experts are read
     adapter: str = ""  # the name of one that was loaded; "": none
-    cache: CacheHints = CacheHints()
     priority: int = 0  # higher ones first
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
+    # what the client asks of the prefix cache, none of which changes a text:
+    salt: str = ""  # only requests of the same salt share what is cached
+    pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
+    checkpoints: list[int] = []  # prompt positions at which to save the state
+    session: str = ""  # while it is open, what its last request has run is pinned
 
     def sample_rid(self, i: int) -> str:
         """The name of sample i of n."""

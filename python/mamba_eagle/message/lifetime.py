@@ -81,19 +81,19 @@ def ignore_end_signal() -> None:
     signal.signal(END_SIGNAL, signal.SIG_IGN)
 
 
-def die_with_parent(check_seconds: float = 1.0) -> None:
+def die_with_parent() -> None:
     """Make sure that this process is killed when its parent ends for any reason.
 
     On Linux the kernel does it at once. Strictly, it acts when the parent's *thread* that started
     this process ends, so start it from a thread that lives as long as the parent. Elsewhere, and
-    if the parent was gone before this call, a thread that looks every ``check_seconds`` does it.
+    if the parent was gone before this call, a thread that looks every second does it.
     """
     parent = os.getppid()
     killed_with_parent()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(check_seconds)
+            time.sleep(1.0)
         os._exit(1)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()

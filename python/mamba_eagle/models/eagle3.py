@@ -64,7 +64,7 @@ class Eagle3Head(DraftVocabularyModel):
         super().__init__()
         size, given = config.hidden_size, target_hidden_size(config)
         self.config = config
-        taps = num_taps(config)
+        taps = len(_layer_ids(config)) or 3
         self.input_norm = self.fc_norm = None  # EAGLE 3.1: norms of the taps, joint or separate
         if enabled(config, "norm_before_fc"):
             self.input_norm = RMSNorm(taps * given, config.norm_eps)
@@ -122,10 +122,6 @@ def draft_vocab_size(config: ModelConfig) -> int:
 def target_hidden_size(config: ModelConfig) -> int:
     """The hidden size of the target that the head was made for."""
     return config.raw.get("target_hidden_size") or config.hidden_size
-
-
-def num_taps(config: ModelConfig) -> int:
-    return len(_layer_ids(config)) or 3
 
 
 def enabled(config: ModelConfig, name: str) -> bool:

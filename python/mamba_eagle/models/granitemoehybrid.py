@@ -32,7 +32,7 @@ class GraniteLayer(MixerLayer):
         self.shared_mlp = PackedGatedMLP(size, config.intermediate_size)
         self.has_experts = config.moe is not None
         if config.moe is not None:
-            self.block_sparse_moe = GatedMoE(config.moe, size, "silu")
+            self.block_sparse_moe = GatedMoE(config.moe, size)
 
     def residuals(self) -> tuple[Residual, ...]:
         if self.has_experts:

@@ -2,20 +2,21 @@
 such blocks are shared by all these layers; each use of a block has its own low-rank adapters."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import activation, gate_and_up, gated
+from mamba_eagle.layers.mlp import gate_and_up
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.model_config import Mamba2Config, ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
@@ -24,6 +25,28 @@ from mamba_eagle.parallel.shard import Shard, attention_heads
 
 SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # epsilon of the Mamba2 norm, whatever config.json says
+
+
+def gelu(x: Tensor) -> Tensor:
+    """A row has the same bits in each batch: torch has one GELU for contiguous tensors on a CPU, as
+    a single row is, and another one for halves of rows."""
+    return F.gelu(x.contiguous())
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function with this name in config.json. Raises: UnsupportedModel."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 class SharedUse(NamedTuple):
@@ -120,7 +143,8 @@ class SharedMLP(Layer):
 
     def forward(self, hidden: Tensor, use: int) -> Tensor:
         both = self.gate_up_proj(hidden) + self.gate_up_proj_adapter_list[str(use)](hidden)
-        return self.total(self.down_proj(gated(both, self.act)))
+        gate, up = both.chunk(2, dim=-1)
+        return self.total(self.down_proj(self.act(gate) * up))
 
 
 class SharedTransformer(Layer):

@@ -108,20 +108,20 @@ def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     return GroupedMatrix(codes.unflatten(0, stack), scale.unflatten(0, stack))
 
 
-def int4_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
+def int4_groups(weight: Tensor) -> GroupedMatrix:
     """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
     from mamba_eagle.quantization.group_rounding import range_of, round_to_pairs
 
     rows, stack = weight.flatten(0, -2), weight.shape[:-1]
     codes = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
-    scale = torch.empty(len(rows), rows.shape[1] // group, dtype=torch.float16)
+    scale = torch.empty(len(rows), rows.shape[1] // GROUP, dtype=torch.float16)
     minimum = torch.empty_like(scale)
     for place, values in _in_float32(rows):
-        lowest, highest = range_of(values, group)
+        lowest, highest = range_of(values, GROUP)
         minimum[place] = lowest
         lowest = minimum[place].float()
         scale[place] = (highest - lowest) / 15
-        round_to_pairs(values, group, scale[place].float(), lowest, codes[place])
+        round_to_pairs(values, GROUP, scale[place].float(), lowest, codes[place])
     return GroupedMatrix(*(part.unflatten(0, stack) for part in (codes, scale, minimum)))
 
 

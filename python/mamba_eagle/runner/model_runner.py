@@ -206,7 +206,8 @@ class ModelRunner:
     ) -> PendingDecode:
         run.resume()
         target, marks = None, None
-        experts = self.step.routing.of_trees(batch.slots, verified.tree.tokens.shape[1])
+        width = verified.tree.tokens.shape[1]
+        experts = self.step.routing.of([(slot, width) for slot in batch.slots])
         nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
             self.before_waiting()

@@ -107,7 +107,8 @@ class SamplingState:
         prompt_len: absolute position of the first output token. history: the tokens before the
         chunk, from position 0; read only if ``params.needs_history``.
         """
-        stops = sorted(filter(self._valid, params.stop_tokens(self.eos_token_ids)))
+        ends = params.stop_tokens(self.eos_token_ids)
+        stops = sorted(token for token in ends if 0 <= token < self.vocab_size)
         params = self._effective(params, stops)
         asked = [name for name in PARAMETERS if getattr(params, name) != getattr(NEUTRAL, name)]
         self._asked[slot] = frozenset(asked)
@@ -180,9 +181,6 @@ class SamplingState:
 
     def _copied(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.backend.place.to_device(values, dtype)
-
-    def _valid(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size
 
     def number(self, name: str) -> Tensor:
         """A parameter of all request slots: [R] float32, a view."""

@@ -9,7 +9,7 @@ from mamba_eagle.cache.node import Node, StateKind
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SESSIONS
-from mamba_eagle.message import AnchorMove, DraftCopy, JournalPart, PrefillItem, RunnerReady
+from mamba_eagle.message import DraftCopy, PrefillItem, RunnerReady
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
@@ -74,9 +74,7 @@ class PlanBooking:
         self.drafter_reads = runner.drafter_reads
 
     def book(self, plan: PlanDraft) -> None:
-        for fold in self.slots.take_folds():
-            rows = JournalPart(fold.journal, fold.start, fold.end)
-            plan.message.moves.append(AnchorMove(rows, fold.state_slot))
+        plan.message.moves += self.slots.take_moves()
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
             if request.held is not None:
@@ -117,12 +115,12 @@ class PlanBooking:
 
     def _pin(self, request: Request, held: HeldSlots) -> None:
         """Its prompt is in the cache now; a client may have asked to keep it there."""
-        hints, tail = request.asked.cache, request.prompt_len - 1
+        asked, tail = request.asked, request.prompt_len - 1
         if tail <= 0 or not self.slots.stores:
             return
-        positions, pinned = [*hints.positions, tail], True
-        if hints.pin_seconds > 0:
-            until = time.monotonic() + hints.pin_seconds
+        positions, pinned = [*asked.checkpoints, tail], True
+        if asked.pin_seconds > 0:
+            until = time.monotonic() + asked.pin_seconds
             pinned = self.slots.cache.pin(held.node, positions, until)
-        if not (self.sessions.keep(hints.session, held.node, positions) and pinned):
+        if not (self.sessions.keep(asked.session, held.node, positions) and pinned):
             log.warning("request %r: half of the cache is pinned already", request.rid)

@@ -173,11 +173,11 @@ class DecodeManager:
         the last of the running requests, to be retracted; it is not part of the decode step.
         """
         if ready:
-            plan.choice, untracked = self.policy.choose(
+            plan.choice = self.policy.choose(
                 [request.drafts for request in ready],
                 [earlier.choice for earlier in in_flight if earlier.decodes],
             )
-            plan.untracked = [ready[place] for place in untracked]
+            plan.untracked = [ready[place] for place in plan.choice.untracked]
         batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
         for request in sorted(ready, key=rank):
             tree = self.slots.reserve_kv(plan.choice.shape.nodes)
@@ -305,7 +305,7 @@ class Planner:
         anchor = held.trail.anchor if held.trail is not None else end
         released = self.slots.release(held, rest)
         if released.stored and anchor is not None and end is not None and request.finish:
-            self.sessions.keep(request.asked.cache.session, held.node, [min(anchor, end), end])
+            self.sessions.keep(request.asked.session, held.node, [min(anchor, end), end])
         # Between two chunks of a prompt S0 is where it should be and needs no fold.
         keep_to = end if released.stored and end is not None and request.prefill_sent else -1
         request.held = None

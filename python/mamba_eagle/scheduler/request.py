@@ -38,7 +38,7 @@ class Request:
         self.asked = message
         self.adapter = adapter
         # states and keys depend on the adapter
-        self.salt = salt_number(message.cache.salt, adapter.number if adapter else 0)
+        self.salt = salt_number(message.salt, adapter.number if adapter else 0)
         self.tokens = indices(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()

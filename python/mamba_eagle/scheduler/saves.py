@@ -39,7 +39,7 @@ class StateSaves:
         below, hit = request.length_below, held.hit
         parts_below = below if below - hit.position >= MIN_SHARED_TOKENS else 0
         state_slots: dict[int, int] = {}  # by position
-        asked = request.asked.cache.positions
+        asked = request.asked.checkpoints
         shared = self._shared_positions(request, held, waiting)
         for position in [tail, *asked, *shared, hit.length, parts_below]:
             last = end if position in asked else min(end, tail)

@@ -33,13 +33,7 @@ class Choice(NamedTuple):
     trial: bool = False  # made to learn about a shape: a better one is known
     pace: float = 0.0  # of a trial: seconds per token of that better shape
     catches_up: bool = False  # the drafter first processes tokens that plain steps made
-
-
-class Decision(NamedTuple):
-    """What ``choose`` returns."""
-
-    choice: Choice
-    untracked: list[int]  # places in ``requests`` of those that the drafter shall stop following
+    untracked: Sequence[int] = ()  # places of the requests that the drafter shall stop following
 
 
 class Outcome(NamedTuple):
@@ -74,11 +68,11 @@ class ShapePolicy(ABC):
         request.tracked = self.tracks_next(catches_up)
 
     def untrack(self, request: RequestDrafts) -> None:
-        """The plan that untracks the request, as a ``Decision`` asked for, is sent."""
+        """The plan that untracks the request, as a ``Choice`` asked for, is sent."""
         request.tracked = False
 
     @abstractmethod
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         """For a step of these requests, at least one, to be sent after the steps ``in_flight``."""
 
     @abstractmethod
@@ -121,8 +115,8 @@ class FixedShape(ShapePolicy):
         super().__init__()
         self.shape = shape
 
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
-        return Decision(Choice(self.shape), [])
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
+        return Choice(self.shape)
 
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None: ...
 
@@ -186,9 +180,9 @@ class AdaptiveShape(ShapePolicy):
             self._requests_since_probe = self._steps_since_probe = 0
             self._probe_trials = TRIALS_PER_PROBE
 
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         tracked = [each for each in requests if each.tracked]
-        untracked: list[int] = []
+        untracked: Sequence[int] = ()
         if self.disabled:
             self._steps_since_probe += 1
             untracked = [i for i, each in enumerate(requests) if each.tracked and not each.probe]
@@ -200,7 +194,7 @@ class AdaptiveShape(ShapePolicy):
             self._since_plain += 1
             choice = choice._replace(catches_up=self._behind)
             self._behind = False
-        return Decision(choice, untracked)
+        return choice._replace(untracked=untracked)
 
     def _choice(
         self, batch: int, tracked: Sequence[RequestDrafts], in_flight: Sequence[Choice]

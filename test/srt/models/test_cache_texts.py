@@ -24,7 +24,7 @@ from peer_models import PEERS, make_peer
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import EMBEDDED_MODEL
-from mamba_eagle.message import CacheHints, Generate, RequestOutput
+from mamba_eagle.message import Generate, RequestOutput
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.parallel import shard, stages
@@ -139,8 +139,8 @@ class Session:
             ignore_eos=True,
         )
         self.asked[rid], self.got[rid] = (self.prompt(), sampling), []
-        hints = CacheHints(salt=rng.choice(["", "", "", "a", "b"]))
-        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling, cache=hints)
+        salt = rng.choice(["", "", "", "a", "b"])
+        message = Generate(rid=rid, token_ids=self.asked[rid][0], sampling=sampling, salt=salt)
         self.take(self.engine.add(message))
         for _ in range(rng.choice([0, 1, 3, 40])):
             if not self.engine.idle:

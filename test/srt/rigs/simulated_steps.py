@@ -153,8 +153,8 @@ class Simulation:
 
     def _choose(self) -> None:
         in_flight = [each[0] for each in self.in_flight]
-        choice, untracked = self.policy.choose(self.requests, in_flight)
-        for place in untracked:
+        choice = self.policy.choose(self.requests, in_flight)
+        for place in choice.untracked:
             self.policy.untrack(self.requests[place])
         self.in_flight.append((choice, list(self.requests)))
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, row_parts
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.rows import RequestRows, RowScheme, clear_rows, gate_rows, row_parts
+from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask
@@ -31,7 +31,7 @@ class TorchLayout(NamedTuple):
         return self.nodes.rows.shape
 
 
-class TorchScheme(StateScheme):
+class TorchScheme(RowScheme):
     """The common part of both schemes: convolution inputs, paths and rows."""
 
     def __init__(
@@ -41,9 +41,6 @@ class TorchScheme(StateScheme):
         self.rows = RequestRows(config, size, table, pool)
         self.gates = gate_rows(config, size, self.rows.conv_in)
         self.layers: dict[int, Recurrent] = {}  # as they come by
-
-    def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        self.rows.start(slots, state_slots)
 
     def verify(
         self, layer: Recurrent, layout: TorchLayout, channels: Tensor, raw: Tensor
@@ -137,16 +134,6 @@ class TorchDeferred(TorchScheme):
         nodes, feature = layout.nodes, self.rows.feature
         feature[nodes.slots[:, None], nodes.rows] = features.to(feature.dtype)
         self._extend(nodes, accepted)
-
-    def folded(self, slots: Tensor) -> Tensor:
-        return self.rows.folded(slots)
-
-    def journal_len(self, slots: Tensor) -> Tensor:
-        return self.rows.journal_len[slots]
-
-    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        width = accepted.nodes.shape[1]
-        return self.rows.newest(slots, accepted.count, width, self.gates)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         return self._nodes(slots, self._free_rows(slots, lanes), slots)

@@ -27,10 +27,6 @@ class PartSlots(MatrixSlots):
         self.up[slot, :rank].copy_(up.to(self.up.device).t())  # the host would turn it slowly
         self.ranks[slot] = rank
 
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes
-
 
 class SegmentedAdditions(Additions):
     """A program multiplies the rows that have its slot, and reads nothing of slots that no row

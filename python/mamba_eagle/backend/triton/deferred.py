@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, layer_rows, row_parts
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.rows import (
+    RequestRows,
+    RowScheme,
+    clear_rows,
+    gate_rows,
+    layer_rows,
+    row_parts,
+)
+from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_verify.gluon import tree_verify
@@ -32,7 +39,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class TritonRows(StateScheme):
+class TritonRows(RowScheme):
     """What the recurrences have in common. A journal has at most ``max_journal`` rows; a step that
     might exceed them folds first.
 
@@ -97,16 +104,6 @@ class TritonRows(StateScheme):
 
     def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
         return layout.ancestors
-
-    def folded(self, slots: Tensor) -> Tensor:
-        return self.rows.folded(slots)
-
-    def journal_len(self, slots: Tensor) -> Tensor:
-        return self.rows.journal_len[slots]
-
-    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        width = accepted.nodes.shape[1]
-        return self.rows.newest(slots, accepted.count, width, self.gates)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         """Lanes do not fold, since they are not kept."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, gate_rows
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.rows import RequestRows, RowScheme, gate_rows
+from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
@@ -18,7 +18,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class TritonSnapshot(StateScheme):
+class TritonSnapshot(RowScheme):
     """Node i of a tree uses row i; between steps only the history is kept."""
 
     on_device = True
@@ -41,9 +41,6 @@ class TritonSnapshot(StateScheme):
         xB, log_decay = inputs(width, like.dtype), inputs(config.num_heads)
         self.dt = gate_rows(config, size, self.rows.conv_in)
         self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.dt]
-
-    def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        self.rows.start(slots, state_slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""

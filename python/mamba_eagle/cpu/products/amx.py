@@ -48,6 +48,7 @@ from mamba_eagle.cpu.vectors.code import (
     ir,
     vector_code,
 )
+from mamba_eagle.cpu.vectors.memory import generated
 
 PARTS = 3  # of an input
 TILE_ROWS = 5  # rows of inputs whose parts fit into the 16 rows of a tile
@@ -121,21 +122,11 @@ def _write_parts(code: Code, given: Any) -> None:
                     left = b.fsub(left, b.bitcast(bits, FLOATS))
 
 
-def _parts_writer() -> Any:
-    """``f(x, parts, in, first row, last)``: addresses and sizes."""
-
-    @intrinsic
-    def written(typing: Any, x: Any, parts: Any, inputs: Any, first: Any, last: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            _write_parts(Code(builder), given)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 5), generate
-
-    return written
-
-
-split_rows = _parts_writer()
+@intrinsic
+def split_rows(typing: Any, x: Any, parts: Any, inputs: Any, first: Any, last: Any) -> Any:
+    """Addresses of ``x`` and ``parts``; rows [first, last)."""
+    write = generated(lambda builder, *given: _write_parts(Code(builder), given))
+    return types.void(*[types.int64] * 5), write
 
 
 # ── products ─────────────────────────────────────────────────────────────────────────────────

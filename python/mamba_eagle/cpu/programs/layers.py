@@ -13,7 +13,6 @@ from weakref import ref
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import KVPool
@@ -430,8 +429,7 @@ def has_program(layer: Residual, has_pool: bool, rotates: bool = False) -> bool:
         return placed and whole and multiplies(body.o_proj)
     if isinstance(body, (PackedGatedMLP, GatedMLP)):
         first, last = body.products
-        fits = body.gate.act is F.silu and first is not None
-        return fits and multiplies(first) and multiplies(last)
+        return first is not None and multiplies(first) and multiplies(last)
     if isinstance(body, ReluSquaredMLP):
         return multiplies(body.up_proj) and multiplies(body.down_proj)
     return False

@@ -19,7 +19,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from mamba_eagle.cpu.vectors.memory import ask_for
+from mamba_eagle.cpu.vectors.memory import ask_for, generated
 from mamba_eagle.machine_code import numba
 
 LANES = 16  # outputs per block
@@ -165,12 +165,9 @@ def vector_code(write: Callable[..., None]) -> Any:
 
     @intrinsic
     def written(typing: Any, arguments: Any, first: Any, last: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            address, begin, end = given
-            pointer = builder.inttoptr(address, I64.as_pointer())
-            write(Code(builder), pointer, begin, end)
-            return context.get_dummy_value()
+        def body(builder: Any, address: Any, begin: Any, end: Any) -> None:
+            write(Code(builder), builder.inttoptr(address, I64.as_pointer()), begin, end)
 
-        return types.void(types.int64, types.int64, types.int64), generate
+        return types.void(types.int64, types.int64, types.int64), generated(body)
 
     return written

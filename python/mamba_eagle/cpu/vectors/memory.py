@@ -3,6 +3,7 @@ it."""
 
 import platform
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -18,99 +19,95 @@ def places(words: type) -> Any:
     return namedtuple(words.__name__, own)(**own)
 
 
+def generated(write: Callable[..., Any]) -> Any:
+    """What an intrinsic gives Numba beside its types: ``write(builder, *values)`` writes the code,
+    and returns its result, if it has one."""
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+        made = write(builder, *given)
+        return context.get_dummy_value() if made is None else made
+
+    return generate
+
+
 @intrinsic
 def pointer_to(typing: Any, address: Any) -> Any:
     """What ``numba.carray`` takes."""
-
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+    kind = ir.IntType(8).as_pointer()
+    return types.voidptr(types.int64), generated(lambda builder, at: builder.inttoptr(at, kind))
 
 
 @intrinsic
 def call_function(typing: Any, function: Any, arguments: Any, first: Any, last: Any) -> Any:
     """``function(arguments, first, last)``, of addresses."""
 
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+    def write(builder: Any, function: Any, *values: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-        builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
-        return context.get_dummy_value()
+        builder.call(builder.inttoptr(function, kind.as_pointer()), values)
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 4), generated(write)
 
 
 # ── words that several threads write; all sequentially consistent ──
+
+ORDER = "seq_cst"
 
 
 def _word(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I64.as_pointer())
 
 
+def _changed_by(operation: str) -> Any:
+    return generated(lambda b, at, by: b.atomic_rmw(operation, _word(b, at), by, ORDER))
+
+
 @intrinsic
 def load(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        return builder.load_atomic(_word(builder, given[0]), "seq_cst", 8)
-
-    return types.int64(types.int64), generate
+    return types.int64(types.int64), generated(lambda b, at: b.load_atomic(_word(b, at), ORDER, 8))
 
 
 @intrinsic
 def exchange(typing: Any, address: Any, value: Any) -> Any:
     """Returns what was there."""
-
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        return builder.atomic_rmw("xchg", _word(builder, given[0]), given[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), _changed_by("xchg")
 
 
 @intrinsic
 def add(typing: Any, address: Any, value: Any) -> Any:
     """Returns what was there."""
-
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        return builder.atomic_rmw("add", _word(builder, given[0]), given[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), _changed_by("add")
 
 
 @intrinsic
 def swap(typing: Any, address: Any, expected: Any, value: Any) -> Any:
     """Whether ``value`` has taken the place of ``expected``."""
 
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        word, order = _word(builder, given[0]), "seq_cst"
-        both = builder.cmpxchg(word, given[1], given[2], order, order)
+    def write(builder: Any, at: Any, expected: Any, value: Any) -> Any:
+        both = builder.cmpxchg(_word(builder, at), expected, value, ORDER, ORDER)
         return builder.zext(builder.extract_value(both, 1), I64)
 
-    return types.int64(types.int64, types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64, types.int64), generated(write)
 
 
 @intrinsic
 def pause(typing: Any) -> Any:
     """Within a loop that looks at a word."""
 
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+    def write(builder: Any) -> None:
         if platform.machine() in ("x86_64", "AMD64"):
             kind = ir.FunctionType(ir.VoidType(), [])
             name = "llvm.x86.sse2.pause"
             builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
-        return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(), generated(write)
 
 
 @intrinsic
 def futex(typing: Any, function: Any, number: Any, word: Any, what: Any, value: Any) -> Any:
     """``syscall(number, word, what, value, NULL)``"""
-
-    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-        kind = ir.FunctionType(I64, [I64], var_arg=True)
-        call = builder.inttoptr(given[0], kind.as_pointer())
-        return builder.call(call, [*given[1:], I64(0)])
-
-    return types.int64(*[types.int64] * 5), generate
+    kind = ir.FunctionType(I64, [I64], var_arg=True).as_pointer()
+    write = generated(lambda b, at, *values: b.call(b.inttoptr(at, kind), [*values, I64(0)]))
+    return types.int64(*[types.int64] * 5), write
 
 
 def ask_for(builder: Any, pointer: Any) -> None:

@@ -71,15 +71,13 @@ def _token_kernel(keys, tokens, blocks, BLOCKS: tl.constexpr):
     tl.store(tokens + row, tl.where(none, NO_TOKEN, key_number(best)))
 
 
-def best_keys(
-    scores: Tensor, first: int, width: int, noise: RowNoise | None, block: int = BLOCK
-) -> Tensor:
+def best_keys(scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
     """The largest key of each block of a row: scores [n, own V] of the tokens from ``first`` on ->
     [n, blocks] int64. width: the largest own V of any rank: all have as many blocks. Scores to
     which noise is added are float32."""
     n, V = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    keys = torch.empty(n, cdiv(width, block), dtype=torch.int64, device=scores.device)
+    keys = torch.empty(n, cdiv(width, BLOCK), dtype=torch.int64, device=scores.device)
     _best_kernel[(keys.shape[1], n)](
         scores,
         None if noise is None else noise.seeds.contiguous(),
@@ -89,7 +87,7 @@ def best_keys(
         V,
         scores.stride(0),
         first,
-        BLOCK=block,
+        BLOCK=BLOCK,
         num_warps=8,
     )
     return keys

@@ -15,7 +15,7 @@ from mamba_eagle.runner.steps import pooling
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
 from mamba_eagle.runner.steps.routing import as_bytes
-from mamba_eagle.runner.tiers.copies import Ended, StepCopies
+from mamba_eagle.runner.tiers.copies import StepCopies
 from mamba_eagle.tree.tree import Tree
 
 NO_EXPERTS: Mapping[int, Tensor] = {}
@@ -124,8 +124,7 @@ class Launched:
     def result(self) -> StepResult:
         """Wait for the device and return the results, in the plan's order. Times in seconds."""
         self.ended.wait()
-        ended = Ended([], [], {}) if self.copies is None else self.copies.take_ended()
-        return StepResult(
+        result = StepResult(
             step=self.number,
             prefill=self.prompts.read() if self.prompts else [],
             decode=self.trees.read() if self.trees else [],
@@ -133,7 +132,7 @@ class Launched:
             decode_seconds=self.decode_began.until(self.ended) if self.trees else 0.0,
             idle_seconds=self.previous.until(self.began),
             num_compiled=self.num_compiled,
-            copied=ended.copied,
-            lost=ended.lost,
-            problems=ended.problems,
         )
+        if self.copies is not None:
+            self.copies.report(result)
+        return result

@@ -47,10 +47,6 @@ class Routing:
         parts = self.place.to_host(torch.stack(each, dim=1)).split([count for _, count in rows])
         return {i: part for i, part in enumerate(parts) if rows[i][0] in self._asking}
 
-    def of_trees(self, slots: Sequence[int], nodes: int) -> dict[int, Tensor]:
-        """The same for a tree of ``nodes`` in each slot."""
-        return self.of([(slot, nodes) for slot in slots])
-
 
 def as_bytes(rows: Tensor) -> bytes:
     """Int32, little-endian."""

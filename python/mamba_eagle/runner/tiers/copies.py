@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.place import Place, Timestamp
-from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
+from mamba_eagle.message import Blocks, Plan, StepResult, TierCopy, TierSizes
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.runner.tiers.disk import DamagedUnits, DiskUnits, ExportFiles, ForeignFile
 from mamba_eagle.runner.tiers.host import HostUnits, PinnedUnits
@@ -23,12 +23,6 @@ from mamba_eagle.runner.tiers.whole import WholeUnits
 log = logging.getLogger("mamba_eagle.runner")
 PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
 STAGED_BYTES = 1 << 30  # that wait on the device for their way to the host, about
-
-
-class Ended(NamedTuple):
-    copied: list[int]
-    lost: list[int]
-    problems: dict[int, str]  # of lost ones from and to files of other servers
 
 
 class Launch(NamedTuple):
@@ -200,17 +194,16 @@ class TierCopies:
     def any_ended(self) -> bool:
         return not self.launched or any(each.ended for each in self.launched.values())
 
-    def take_ended(self) -> Ended:
-        """Since the last call. A copy to the host has no part in it: it cannot fail."""
-        ended = Ended([], [], {})
+    def report(self, result: StepResult) -> None:
+        """Names in ``result`` what has ended since the last call. A copy to the host has no part
+        in it: it cannot fail."""
         for number, launch in list(self.launched.items()):
             if launch.ended:
                 del self.launched[number]
                 error = launch.failure()
-                (ended.lost if error is not None else ended.copied).append(number)
+                (result.lost if error is not None else result.copied).append(number)
                 if isinstance(error, (ForeignFile, DamagedUnits)):
-                    ended.problems[number] = str(error)
-        return ended
+                    result.problems[number] = str(error)
 
     def close(self) -> None:
         self.thread.shutdown()
@@ -234,10 +227,10 @@ class StepCopies(NamedTuple):
     def reached(self) -> bool:
         return not self.until or self.copies.any_ended or time.monotonic() >= self.until
 
-    def take_ended(self) -> Ended:
+    def report(self, result: StepResult) -> None:
         while not self.reached:
             time.sleep(PATIENCE_SECONDS / 20)
-        return self.copies.take_ended()
+        self.copies.report(result)
 
 
 def _units(blocks: Blocks) -> Indices:

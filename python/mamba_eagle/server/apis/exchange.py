@@ -45,7 +45,7 @@ async def export_prefix(request: Request, state: Trusted) -> Response:
     path = _new_file(state)
     remove = BackgroundTask(path.unlink, missing_ok=True)
     try:
-        asked = ExportPrefix(token_ids=prompt.token_ids, salt=prompt.cache.salt, path=str(path))
+        asked = ExportPrefix(token_ids=prompt.token_ids, salt=prompt.salt, path=str(path))
         reply = await answered(state.manager.ask(asked, MOVE_SECONDS))
     except BaseException:
         path.unlink(missing_ok=True)

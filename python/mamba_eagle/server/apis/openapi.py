@@ -88,7 +88,8 @@ def _operation(route: APIRoute, path: str, method: str, models: Schema) -> dict[
     schema = described(extra["body"]) if extra["body"] is not None else None
     streams = schema is not None and "stream" in schema["properties"]
     content: dict[str, Any] = {kind: {}, **({EVENTS: {}} if streams else {})}
-    error = {"description": "an error", "content": {JSON: {"schema": _reference("Error")}}}
+    refused = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"description": "an error", "content": refused}
     made: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
         "responses": {"200": {"description": "the reply", "content": content}, "default": error},
@@ -111,10 +112,6 @@ def _parameter(name: str, place: str, what: str, required: bool = False) -> dict
         "required": required,
         "schema": {"type": "string"},
     }
-
-
-def _reference(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
 
 
 KEYS = {

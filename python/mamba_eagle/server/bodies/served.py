@@ -20,7 +20,7 @@ from mamba_eagle.limits import (
     MAX_TIMEOUT,
     MAX_TOKEN_ENTRIES,
 )
-from mamba_eagle.message import CacheHints, Generate
+from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
@@ -79,13 +79,13 @@ class Served(Body):
                 f"each must be between 1 and {prompt_len - 1}: the prompt has {prompt_len} tokens, "
                 "and the last one is always run",
             )
-        cache = CacheHints(
-            salt=self.cache_salt,
-            pin_seconds=self.pin_seconds,
-            positions=sorted(set(positions)),
-            session=self.session_id,
-        )
-        return {"priority": self.priority, "cache": cache}
+        return {
+            "priority": self.priority,
+            "salt": self.cache_salt,
+            "pin_seconds": self.pin_seconds,
+            "checkpoints": sorted(set(positions)),
+            "session": self.session_id,
+        }
 
 
 class Named(Served):

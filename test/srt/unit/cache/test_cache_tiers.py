@@ -22,7 +22,7 @@ from mamba_eagle.cache.tiers.disk_log import Label, Record, framed, live, read_l
 from mamba_eagle.cache.tiers.tier import Pieces, Tier
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import CacheHints, TierSizes
+from mamba_eagle.message import TierSizes
 from mamba_eagle.message.indices import indices
 
 POOLS = {  # KV slots, state slots, request slots
@@ -59,9 +59,7 @@ def sizes_in(folder: Path, name: str) -> TierSizes:
 
 
 def ask(server: Server, rid: str, prompt: list[int], **hints) -> None:
-    server.add(
-        rid, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True), cache=CacheHints(**hints)
-    )
+    server.add(rid, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True), **hints)
     server.finish()
 
 
@@ -89,8 +87,7 @@ def test_same_text_whatever_tier_a_prefix_is_in(pool, sizes, journals, tmp_path)
             max_new_tokens=rng.choice([1, 5, 12]), ignore_eos=True, seed=rng.randrange(3)
         )
         wanted[f"r{i}"] = expected_text(prompt, sampling)
-        hints = CacheHints(salt=rng.choice(["", "", "x"]))
-        server.add(f"r{i}", prompt, sampling, cache=hints)
+        server.add(f"r{i}", prompt, sampling, salt=rng.choice(["", "", "x"]))
         for _ in range(rng.choice([0, 1, 6, 10])):
             server.step()
     server.finish()

@@ -157,15 +157,16 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
     @rule(keep=st.sets(st.integers(0, 5)))
     def evict_a_journal(self, keep):
-        fold = self.cache.journals.evict(keep)
-        if fold is not None:
-            anchor, end = self.journals.pop(fold.journal)
-            last_hit = end[: self.hit_at.get(fold.journal, 0) + 1]
+        move = self.cache.journals.evict(keep)
+        if move is not None:
+            rows = move.journal
+            anchor, end = self.journals.pop(rows.slot)
+            last_hit = end[: self.hit_at.get(rows.slot, 0) + 1]
             wanted = last_hit if len(last_hit) > 1 and last_hit not in self.states else end
-            assert (fold.start, fold.end) == (len(anchor) - 1, len(wanted) - 1)
-            assert fold.state_slot == self.states.pop(anchor) not in keep
+            assert (rows.start, rows.end) == (len(anchor) - 1, len(wanted) - 1)
+            assert move.state_slot == self.states.pop(anchor) not in keep
             assert wanted not in self.states and wanted in self.kv
-            self.states[wanted] = fold.state_slot
+            self.states[wanted] = move.state_slot
         else:
             began = [anchor for anchor, _ in self.journals.values()]
             for anchor, end in self.journals.values():

@@ -16,7 +16,7 @@ import torch
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.cache.tiers.disk_log import Label, read_log
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.message import Blocks, Plan, TierCopy, TierSizes
+from mamba_eagle.message import Blocks, Plan, StepResult, TierCopy, TierSizes
 from mamba_eagle.message.indices import indices
 from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.runner.tiers.copies import StepCopies, TierCopies
@@ -72,10 +72,10 @@ def finish(copies: TierCopies, *moved: TierCopy) -> list[int]:
     plan = Plan(step=1, copies=list(moved))
     copies.leave(plan)
     copies.come(plan)
-    lost: list[int] = []
+    result = StepResult(step=1)
     while copies.launched:
-        lost += StepCopies.of(copies, plan).take_ended().lost
-    return lost
+        StepCopies.of(copies, plan).report(result)
+    return result.lost
 
 
 def held(slots: DeviceSlots, kv: list[int], state: int, journal: int) -> list[torch.Tensor]:

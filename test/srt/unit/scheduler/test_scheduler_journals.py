@@ -12,7 +12,7 @@ from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.scheduler.speculation import Choice, Decision, FixedShape
+from mamba_eagle.scheduler.speculation import Choice, FixedShape
 
 PROMPT = [(i * i + i // 7) % 50 for i in range(600)]
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -192,7 +192,7 @@ class SomeTracked(FixedShape):
     def choose(self, requests, in_flight):
         tracked = [i for i, each in enumerate(requests) if each.tracked]
         some = tracked[:1] if self.rng.random() < 0.03 else []
-        return Decision(Choice(self.shape), some)
+        return Choice(self.shape, untracked=some)
 
 
 @pytest.mark.parametrize("reads", ["features", "tokens"])

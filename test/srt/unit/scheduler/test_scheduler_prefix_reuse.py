@@ -9,7 +9,7 @@ from fake_runner import FakeRunner, Server, embedding_of, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, Failure, SamplingParams
-from mamba_eagle.message import CacheHints, Plan
+from mamba_eagle.message import Plan
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 TRUNK = [(i * i + i // 7) % 50 for i in range(1000)]
@@ -352,7 +352,7 @@ def test_state_counts():
 def test_requests_of_different_salts_share_nothing():
     serving = server()
     for rid, salt in (("a", "x"), ("b", "y"), ("c", ""), ("d", "x"), ("e", "y"), ("f", "")):
-        serving.add(rid, TRUNK, SHORT, cache=CacheHints(salt=salt))
+        serving.add(rid, TRUNK, SHORT, salt=salt)
         serving.finish()
     assert [serving.last[rid].cached_tokens for rid in "abcdef"] == [0, 0, 0, 999, 999, 999]
 
@@ -360,7 +360,7 @@ def test_requests_of_different_salts_share_nothing():
 def test_requests_of_different_salts_do_not_wait_for_each_other():
     serving = server(chunked_prefill_size=100)
     for rid, salt in (("a", "x"), ("b", "y"), ("c", "x")):
-        serving.add(rid, TRUNK, SHORT, cache=CacheHints(salt=salt))
+        serving.add(rid, TRUNK, SHORT, salt=salt)
     serving.finish()
     assert [serving.last[rid].cached_tokens for rid in "abc"] == [0, 0, 999]
     assert all(serving.texts[rid] == expected_text(TRUNK, SHORT) for rid in "abc")
@@ -369,7 +369,7 @@ def test_requests_of_different_salts_do_not_wait_for_each_other():
 def test_states_are_saved_where_a_client_asks_for_them():
     serving = server(mamba_checkpoint_interval=0)
     plans = record(serving)
-    serving.add("a", TRUNK, SHORT, cache=CacheHints(positions=[333, 700]))
+    serving.add("a", TRUNK, SHORT, checkpoints=[333, 700])
     serving.finish()
     assert saves(plans) == [333, 700, 999]
     serving.add("b", [*TRUNK[:500], 49, 48], SHORT)
@@ -379,11 +379,11 @@ def test_states_are_saved_where_a_client_asks_for_them():
 
 
 def test_a_pinned_prompt_survives_a_flood_of_others():
-    def cached_after_the_flood(hints: CacheHints) -> int:
+    def cached_after_the_flood(pin_seconds: float) -> int:
         serving = server(pools=(2500, 8, 2), mamba_checkpoint_interval=0)
-        serving.add("mine", TRUNK, SHORT, cache=hints)
+        serving.add("mine", TRUNK, SHORT, pin_seconds=pin_seconds)
         serving.finish()
-        assert serving.scheduler.state()["num_pinned_tokens"] == 999 * (hints.pin_seconds > 0)
+        assert serving.scheduler.state()["num_pinned_tokens"] == 999 * (pin_seconds > 0)
         for i in range(12):
             serving.add(f"r{i}", [i, *range(40), *TRUNK[:600]], SHORT)
             serving.finish()
@@ -391,8 +391,8 @@ def test_a_pinned_prompt_survives_a_flood_of_others():
         serving.finish()
         return serving.last["again"].cached_tokens
 
-    assert cached_after_the_flood(CacheHints(pin_seconds=3600)) == 999
-    assert cached_after_the_flood(CacheHints()) == 0
+    assert cached_after_the_flood(3600) == 999
+    assert cached_after_the_flood(0) == 0
 
 
 def test_what_waiting_requests_need_is_evicted_last():

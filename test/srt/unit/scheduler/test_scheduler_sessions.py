@@ -8,7 +8,6 @@ from fake_runner import FakeRunner, Server, expected_text
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_SESSIONS
-from mamba_eagle.message import CacheHints
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 CHAT = [(i * i + i // 7) % 50 for i in range(60)]
@@ -20,7 +19,7 @@ def server(kv: int = 400, states: int = 8) -> Server:
 
 def turn(serving: Server, rid: str, prompt: list[int], session: str = "") -> list[int]:
     """The prompt and its output."""
-    serving.add(rid, prompt, SHORT, cache=CacheHints(session=session))
+    serving.add(rid, prompt, SHORT, session=session)
     serving.finish()
     assert serving.texts[rid] == expected_text(prompt, SHORT)
     return [*prompt, *serving.texts[rid]]

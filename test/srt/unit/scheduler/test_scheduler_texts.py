@@ -6,13 +6,13 @@ Invariants go by their numbers in docs/design/invariants.md.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from fake_runner import EOS, EarlierStage, FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import CacheHints
 from mamba_eagle.scheduler.speculation import PROBE_REQUEST_INTERVAL
 
 TREE = {
@@ -65,13 +65,13 @@ def sampling_of(rng: random.Random) -> SamplingParams:
     )
 
 
-def cache_hints(rng: random.Random, prompt_len: int) -> CacheHints:
+def cache_hints(rng: random.Random, prompt_len: int) -> dict[str, Any]:
     count = rng.choice([0, 0, 1, 3]) if prompt_len > 1 else 0
-    return CacheHints(
-        salt=rng.choice(["", "", "x"]),
-        pin_seconds=rng.choice([0.0, 0.001, 100.0]),
-        positions=[rng.randrange(1, prompt_len) for _ in range(count)],
-    )
+    return {
+        "salt": rng.choice(["", "", "x"]),
+        "pin_seconds": rng.choice([0.0, 0.001, 100.0]),
+        "checkpoints": [rng.randrange(1, prompt_len) for _ in range(count)],
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -277,7 +277,7 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
         hints = cache_hints(rng, len(prompt))
         logprobs = {"return_logprob": start >= 0, "logprob_start": start}
         priority = rng.choice([0, 0, -1, 2])
-        server.add(rid, prompt, sampling, **logprobs, cache=hints, priority=priority)
+        server.add(rid, prompt, sampling, **logprobs, **hints, priority=priority)
         if rng.random() < 0.5:
             for _ in range(rng.choice([1, 3, 10])):
                 server.step()

@@ -149,10 +149,10 @@ def test_where_nobody_is_followed_nothing_is_drafted():
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.9)).run(600)
     lost = [RequestDrafts(tracked=False) for _ in range(4)]
-    assert policy.choose(lost, []).choice.shape == PLAIN
+    assert policy.choose(lost, []).shape == PLAIN
     tracked = RequestDrafts()
     policy.admit(tracked)
-    assert policy.choose([tracked], []).choice.shape != PLAIN
+    assert policy.choose([tracked], []).shape != PLAIN
 
 
 # ── what changes ─────────────────────────────────────────────────────────────────────────────
@@ -274,8 +274,8 @@ def test_without_step_times_it_decodes_plainly():
     policy = AdaptiveShape(TREE)
     request = RequestDrafts()
     for _ in range(50):
-        choice, untracked = policy.choose([request], [])
-        assert not untracked
+        choice = policy.choose([request], [])
+        assert not choice.untracked
         assert choice.shape == PLAIN
         policy.observe(choice, [Outcome(request, 1)], 0.0)
 
@@ -299,9 +299,9 @@ def test_fixed_and_adaptive_are_chosen_by_the_flags():
         isinstance(policy, AdaptiveShape) and policy.shapes[-1] == EngineConfig(**tree).tree_shape
     )
     policy = shape_policy(EngineConfig(**tree, speculative_adaptive=False))
-    assert policy.choose([RequestDrafts()], []).choice == Choice(EngineConfig(**tree).tree_shape)
+    assert policy.choose([RequestDrafts()], []) == Choice(EngineConfig(**tree).tree_shape)
     policy = shape_policy(EngineConfig(speculative_algorithm="NONE"))
-    assert not policy.adaptive and policy.choose([RequestDrafts()], []).choice == Choice(PLAIN)
+    assert not policy.adaptive and policy.choose([RequestDrafts()], []) == Choice(PLAIN)
 
 
 def test_choosing_changes_no_request():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from server_harness import run, says, serving
 
-from mamba_eagle.message import CacheHints, Generate
+from mamba_eagle.message import Generate
 
 ASKED = {"cache_salt": "team é", "pin_seconds": 30, "checkpoint": [3, 1, 3]}
 
@@ -17,11 +17,9 @@ def test_hints_reach_the_scheduler(path: str) -> None:
             name = "text" if path == "/generate" else "prompt"
             assert (await server.post(path, **{name: "hello"}, **ASKED)).status_code == 200
             assert (await server.post(path, **{name: "hello"})).status_code == 200
-            sent = [item.cache for item in server.engine.received if isinstance(item, Generate)]
-            assert sent == [
-                CacheHints(salt="team é", pin_seconds=30.0, positions=[1, 3]),
-                CacheHints(),
-            ]
+            sent = [item for item in server.engine.received if isinstance(item, Generate)]
+            hints = [(each.salt, each.pin_seconds, each.checkpoints) for each in sent]
+            assert hints == [("team é", 30.0, [1, 3]), ("", 0.0, [])]
 
     run(test())
 
