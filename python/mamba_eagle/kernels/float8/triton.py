@@ -147,6 +147,23 @@ def product_of_tiles(w, x, acc):
         return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=at_once)
 
 
+@triton.jit
+def with_scales(
+    acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
+    OF_TOKENS: tl.constexpr,  # whether x_scale is yet to be multiplied
+    OF_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A product's sums [rows, tokens] become its result, in an order that fixes its bits."""
+    if OF_TOKENS:
+        acc *= tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)[None, :]
+    if OF_ROWS:
+        acc *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
 @triton.jit(do_not_specialize=["n", "share", "x_scale_stride", "scale_stride", "blocks_in"])
 def _product_kernel(
@@ -205,13 +222,10 @@ def _product_kernel(
     if SPLIT:
         tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
     else:
-        if not GROUPED:
-            of_token = tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)
-            acc *= of_token[None, :]
-        if BLOCK_OUT == 0:
-            acc *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
-        if HAS_BIAS:
-            acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        acc = with_scales(
+            acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
+            not GROUPED, BLOCK_OUT == 0, HAS_BIAS,
+        )  # fmt: skip
         tl.store(y + at, acc, mask=keep)
 
 

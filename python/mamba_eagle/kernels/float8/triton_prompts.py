@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.float8.torch import Rounded
-from mamba_eagle.kernels.float8.triton import PRECISE, product_of_tiles
+from mamba_eagle.kernels.float8.triton import PRECISE, product_of_tiles, with_scales
 from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
@@ -83,11 +83,11 @@ def _prompt_kernel(
     for half in tl.static_range(2):
         token = first + half * TOKENS + tl.arange(0, TOKENS)
         is_token = token < n
-        sums = left if half == 0 else right
-        sums *= tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)[None, :]
-        sums *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
-        if HAS_BIAS:
-            sums += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        sums = with_scales(
+            left if half == 0 else right,
+            x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
+            True, True, HAS_BIAS,
+        )  # fmt: skip
         at = token.to(tl.int64)[None, :] * out + row[:, None]
         tl.store(y + at, sums, mask=is_row[:, None] & is_token[None, :])
 
