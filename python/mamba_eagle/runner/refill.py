@@ -75,7 +75,7 @@ class RefilledRooms(FewBitRooms):
                 self.layers.pop(name)[0].assemble()
             self.tensors.pop(name, None)
         prepare_layers(new, self.ops)
-        others = [unit[0] for units in (self.old, self.new) for unit in units[:-1]]
+        others = [unit[0] for unit in (*self.old[:-1], *self.new[:-1])]
         overwrite(old, new, [] if first < len(self.new) - 1 else others)
         for module in new:
             vars(module).clear()  # and its memory
@@ -100,9 +100,9 @@ def overwrite(old: list[nn.Module], new: list[nn.Module], others: Iterable[nn.Mo
     forms = ({path: form(held) for path, held in found.items()} for found in (places, values))
     if next(forms) != next(forms):
         raise OtherForm
-    pairs = [(places[path], value) for path, value in values.items()]
     with torch.inference_mode():
-        for place, value in pairs:
+        for path, value in values.items():
+            place = places[path]
             for axis, stride in enumerate(place.stride()):
                 if stride == 0:  # expanded
                     place, value = place.narrow(axis, 0, 1), value.narrow(axis, 0, 1)

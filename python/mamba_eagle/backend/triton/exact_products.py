@@ -3,7 +3,8 @@
 In 16 bits that is ordered steps of 16 columns in one accumulator (kernels/linear/triton.py), which
 is also what cuBLASLt does where it may not divide the columns. Whether it does is tried for each
 shape of a weight, since libraries change; where it does not, the kernel multiplies prompts, too.
-In float8 the kernel of few tokens serves all, but for scales of rows a second one serves prompts.
+In float8 the kernel of few tokens serves all numbers of them; with scales of rows another one
+serves prompts.
 """
 
 import logging
