@@ -7,8 +7,9 @@ them, and then the same with a question behind each. ``host_tier_hits`` counts t
 ``host_tier_first_token`` is how long the first token takes then, as a share of the first time. The
 same again for documents that had other questions behind them (``host_tier_document_…``). Then
 --streams clients read text while prompts come whose prefixes are on the device, and while prompts
-come whose prefixes are copied up from the host and others down: ``host_tier_steps`` compares the
-times between tokens. Both kinds of prompts run as many tokens anew.
+come whose prefixes are copied up from the host: ``host_tier_steps`` compares the times between
+tokens. Both kinds of prompts run as many tokens anew. What is evicted for them is on the host
+already, or saves too little to go there.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Passage(CacheBelow):
         eager: bool,
         labels: Labels | None = None,
     ) -> None:
-        """numbers: of copies. min_gain: tokens that a load must save. eager: what gets a state
+        """numbers: of copies. min_gain: tokens that a copy must save. eager: what gets a state
         above goes down soon, and not only when it is evicted. labels: for the log of a disk."""
         self.upper, self.lower, self.min_gain, self.labels = upper, lower, min_gain, labels
         self.numbers, self.eager = numbers, eager
@@ -172,15 +172,25 @@ class Passage(CacheBelow):
     def descend(self, node: Node) -> None:
         """The tier below gets what it lacks of the node's state, its journals, and their KV; or
         nothing, if there is no room. Of the spare states a document's alone is worth it."""
-        if node.state_slot < 0 or node.end < self.min_gain:
-            return
-        if node.spare and node.kind != "document":
+        if node.state_slot < 0 or (node.spare and node.kind != "document"):
             return
         if self.labels is not None and node.salt & ADAPTED:
             return  # the adapter's number means nothing after a restart
-        if self._send(node, node.end, node):
+        if self._gain(node) >= self.min_gain and self._send(node, node.end, node):
             for journal in node.journals:
                 self._send(journal.bottom, journal.end, node, journal)
+
+    def _gain(self, node: Node) -> int:
+        """Tokens that the node's state saves over shallower ones, of the tier below or yet to go
+        there. A state may be as large as thousands of tokens' keys and values."""
+        *path, last = list(node.ancestors())[::-1]
+        tokens = np.concatenate([part.tokens for part in (*path, last)])[: node.end - 1]
+        reach = self.reach(tokens, len(tokens), node.salt).position
+        for part in path:
+            goes = part.state_slot >= 0 and not part.spare
+            if goes and part.end - reach >= self.min_gain:
+                reach = part.end
+        return node.end - reach
 
     def send(self, hit: Match) -> None:
         """What was found above goes down, whatever it is worth."""

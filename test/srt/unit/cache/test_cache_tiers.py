@@ -153,6 +153,30 @@ def test_spare_states_below_cost_nothing_but_room() -> None:
     tier.check_integrity(0)
 
 
+def test_states_that_save_little_over_shallower_ones_do_not_go_down() -> None:
+    """Of a chat whose turns are short, those go that are 20 tokens behind the last that went."""
+    rng = random.Random(1)
+    sizes = TierSizes(host_units=3200, kv_units=1, state_units=7, journal_units=3)
+    runner = TieredRunner(300, 40, 2, 400, sizes=sizes, rng=rng)
+    server = tiered_server(dataclasses.replace(config(), mamba_checkpoint_interval=0), runner, rng)
+    (passage,) = server.scheduler.tiers.passages
+    passage.min_gain = 20
+    chat = [rng.randrange(50) for _ in range(7)]
+    for turn in range(12):
+        ask(server, f"turn{turn}", chat)
+        chat += [*server.texts[f"turn{turn}"], *(rng.randrange(50) for _ in range(3))]
+    for i in range(8):
+        ask(server, f"other{i}", [rng.randrange(50) for _ in range(200)])
+    below, found = passage.lower.cache, []
+    for position in range(len(chat)):
+        hit = below.match(np.asarray(chat, dtype=np.int32), position, uses=False)
+        if hit.anchor == position > 0:
+            found.append(position)
+    assert len(found) == 4 and all(b - a >= 20 for a, b in zip([0, *found], found))
+    ask(server, "again", chat)
+    assert len(chat) - server.last["again"].cached_tokens < 20 + 7
+
+
 def test_salts_share_nothing_below(tmp_path) -> None:
     rng = random.Random(1)
     server = tiered_server(
