@@ -128,13 +128,9 @@ def sweep(report: Report) -> None:
             x = torch.randn(n, columns, device="cuda").bfloat16()
             given = float8.rounded(x, Rounding())
             timed = []
-            chosen = float8.choose_config(n, rows, columns, False)
-            choices = itertools.product((64, 128), (128, 256), (1, 2, 4, 8), (4,), (3, 5))
-            for height, width, splits, warps, stages in choices:
-                programs = math.ceil(rows / height) * splits
-                if not 100 <= programs <= 2200:
-                    continue
-                config = float8.Config(height, chosen.tokens, width, splits, warps, stages)
+            chosen = float8.choose_config(n, rows, False)
+            for height, stages, ahead in itertools.product((64, 128), (4, 5, 6, 8, 10, 12), (0, 4)):
+                config = float8.Config(height, chosen.tokens, height // 16, stages, ahead)
                 timed.append((time_config(weight, given, config), config))
             own = time_config(weight, given, chosen)
             print(f"{name} {n}: chosen {own:.1f} us {tuple(chosen)}")

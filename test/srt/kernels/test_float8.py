@@ -160,21 +160,19 @@ class ProductCase(NamedTuple):
     inputs: str = "token"  # as in ROUNDINGS
     weight: str = "channel"  # or tensor, block
     bias: bool = False
-    splits: int = 1
 
 
 PRODUCTS = {
     "one-token": ProductCase(1, 80, 96),
     "several-tokens": ProductCase(5, 64, 64, bias=True),
     "two-programs-of-tokens": ProductCase(20, 33, 64),
-    "columns-split": ProductCase(3, 48, 160, splits=4, bias=True),
-    "more-shares-than-columns": ProductCase(3, 16, 48, splits=2),
+    "two-iterations": ProductCase(3, 48, 160, bias=True),
     "static": ProductCase(3, 48, 64, "static"),
-    "one-scale-each": ProductCase(3, 48, 64, "static", "tensor", splits=2),
-    "blocks-and-groups": ProductCase(3, 72, 80, "group", "block", bias=True),
-    "blocks-and-tokens": ProductCase(3, 72, 80, "token", "block"),
+    "one-scale-each": ProductCase(3, 48, 64, "static", "tensor"),
+    "blocks-and-groups": ProductCase(3, 72, 176, "group", "block", bias=True),
+    "blocks-and-tokens": ProductCase(3, 72, 176, "token", "block"),
 }
-BLOCK = (16, 32)
+BLOCK = (32, 128)
 
 
 def draw(case: ProductCase) -> tuple[Rounded, Tensor, Tensor, Tensor | None]:
@@ -212,7 +210,7 @@ def test_products(form: str, case: ProductCase, dtype: torch.dtype) -> None:
     exact = naive.product(x.values, x_scale, weight, whole(scale, *weight.shape))
     exact = exact if bias is None else exact + bias.double()
     block = BLOCK if case.weight == "block" else None
-    config = triton.Config(32, 16, BLOCK[1], case.splits, 4, 2)
+    config = triton.Config(32, 16, 4, 2)
     device = device_of(form)
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
     found = triton.product(moved(x, device), *given, dtype, block, config)
@@ -230,9 +228,9 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
 
     device = device_of(form)
     tiles = [triton_prompts.choose_tiles(n) for n in triton_prompts.SIZES]
-    config = triton.choose_config(5, 113, 176, False)._replace(splits=1, columns=128)
+    config = triton.choose_config(5, 113, False)
     if not GPU:
-        tiles, config = [triton_prompts.Tiles(32, 16, 4, 2)], triton.Config(32, 16, 128, 1, 4, 2)
+        tiles, config = [triton_prompts.Tiles(32, 16, 4, 2)], triton.Config(32, 16, 4, 2)
     sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 176}
     x, weight, scale, bias = draw(PRODUCTS[case]._replace(**sizes))
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))

@@ -64,7 +64,7 @@ class Source(NamedTuple):
     def engine(self, settings: Settings, exact: bool, **others: Any) -> Engine:
         if settings.algorithm != "NONE":
             settings = settings._replace(algorithm=self.algorithm)
-        sizes = {"max_running_requests": 8, "max_total_tokens": 4000, "max_mamba_cache_size": 24}
+        sizes = {"max_running_requests": 8, "max_total_tokens": 8000, "max_mamba_cache_size": 24}
         gc.collect()  # graphs of the engine before
         values = {"device": "cuda", "dtype": "bfloat16", **sizes, **self.options, **others}
         return Engine(self.folder, self.head, settings, exact=exact, **values)
@@ -85,7 +85,8 @@ def source(name: str, bits: str, folder: Path) -> Source:
 def requests(rng: random.Random, count: int, vocab: int) -> list[Request]:
     made = []
     for seed in rng.sample(range(2**32), count):
-        prompt = [token % vocab for token in random_prompt(rng.randrange(1, 200), seed)]
+        most = rng.choice((200, 200, 700))  # products have other tiles from 257 tokens on
+        prompt = [token % vocab for token in random_prompt(rng.randrange(1, most), seed)]
         length = rng.randrange(8, 48)
         made.append(Request(prompt, rng.choice([greedy(length), sampled(length, seed)])))
     return made
@@ -98,7 +99,7 @@ def serve(engine: Engine, given: list[Request], rng: random.Random) -> list[Live
     while waiting or running:
         if waiting and len(running) < 6 and (not running or rng.random() < 0.6):
             number, (prompt, sampling) = waiting.pop()
-            cuts = tuple(rng.sample(range(1, 200), rng.randrange(4)))
+            cuts = tuple(rng.sample(range(1, max(200, len(prompt))), rng.randrange(4)))
             hit = None
             if len(prompt) > 9 and rng.random() < 0.4:
                 end = rng.randrange(1, len(prompt) - 1)

@@ -69,14 +69,9 @@ class ExactFloat8(Float8Product):
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
-        n, (rows, columns) = len(given.values), self.weight.shape
-        if n > FEW_TOKENS and self.block is None:
+        if len(given.values) > FEW_TOKENS and self.block is None:
             return prompts.product(given, self.weight, self.scale, bias, self.dtype)
-        config = float8.choose_config(n, rows, columns, self.block is not None)
-        config = config._replace(splits=1, columns=128)
-        return float8.product(
-            given, self.weight, self.scale, bias, self.dtype, self.block, config=config
-        )
+        return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
 
 
 def forbid_partial_sums() -> None:

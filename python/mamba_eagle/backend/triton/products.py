@@ -18,15 +18,13 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
 MULTIPLE = 16  # rows and columns of a float8 product
-BLOCK = 128  # columns of a block that the kernel supports
+BLOCK = 128  # columns of a block that the kernel supports; its rows are a multiple
 # Up to this many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
 FEW_TOKENS_OF_FOUR_BITS = 512
 # What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
-# kernel, longer for a matrix of many rows, whose sums it need not split; then cuBLASLt with sums
-# that are scaled in a kernel of their own; then row scales within the library.
-FEW_TOKENS_OF_SHORT = 32
-MANY_ROWS = 20_000
+# kernel, then cuBLASLt with sums that are scaled in a kernel of their own, up to as many tokens as
+# this; then row scales within the library.
 MAX_SCALED_AFTER = 128
 # A weight of so few rows has too few programs, so cuBLAS divides its columns.
 FEW_ROWS = 2048
@@ -71,7 +69,7 @@ def multiplies(matrix: Matrix, device: torch.device) -> bool:
         return False
     if block is None:
         return rounding.group == 0
-    return block[1] == BLOCK and rounding.group in (0, BLOCK)
+    return block[0] % BLOCK == 0 and block[1] == BLOCK and rounding.group in (0, BLOCK)
 
 
 class Float8Product(MatrixProduct):
@@ -95,7 +93,6 @@ class Float8Product(MatrixProduct):
         self.column_scale = self.scale.t()
         if missing and len(self.scale) > 1:
             self.column_scale = F.pad(self.column_scale, (0, missing))
-        self.few = FEW_TOKENS if self.rows >= MANY_ROWS else FEW_TOKENS_OF_SHORT
         self.row_scaled = dtype == torch.bfloat16 and capability(values.device) >= ROW_SCALES
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
@@ -105,7 +102,7 @@ class Float8Product(MatrixProduct):
             return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
         if given.scale.numel() == 1 and self.scale.numel() == 1:
             return self._library(given, given.scale, self.scale, bias, self.dtype)
-        if n <= self.few:
+        if n <= FEW_TOKENS:
             return float8.product(given, self.weight, self.scale, bias, self.dtype)
         if self.row_scaled and len(self.scale) > 1 and n > MAX_SCALED_AFTER:
             own = given.scale.expand(n, 1).contiguous()

@@ -19,7 +19,7 @@ from torch import Tensor
 from mamba_eagle.kernels.experts.torch import Routes
 from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
-from mamba_eagle.kernels.float8.triton import to_e4m3
+from mamba_eagle.kernels.float8.triton import product_of_tiles, to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done, silu
 
@@ -238,14 +238,6 @@ def _factor(x, factor, INPUTS: tl.constexpr):
         return x, factor
 
 
-@triton.jit
-def _dot(w, x, acc, IMPRECISE: tl.constexpr):
-    if INTERPRETED:
-        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
-    else:
-        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
-
-
 @triton.jit(do_not_specialize=["n", "first"])
 def _tile_kernel(
     x,
@@ -355,21 +347,21 @@ def _tile_kernel(
             t, group = _factor(t, factor, INPUTS)
             if BLOCK_OUT > 0:
                 s = tl.load(scales + row_at // BLOCK_OUT * STEPS + step)
-                part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+                part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
                 if INPUTS == _GROUPED:
                     part *= group[None, :]
                 if GATED:
                     gates += part * s[:, None]
                     s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * STEPS + step)
-                    part = _dot(u, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+                    part = product_of_tiles(u, t, tl.zeros([ROWS, TOKENS], tl.float32))
                     if INPUTS == _GROUPED:
                         part *= group[None, :]
                 acc += part * s[:, None]
             elif GATED:
-                gates = _dot(w, t, gates, COLUMNS)
-                acc = _dot(u, t, acc, COLUMNS)
+                gates = product_of_tiles(w, t, gates)
+                acc = product_of_tiles(u, t, acc)
             else:
-                acc = _dot(w, t, acc, COLUMNS)
+                acc = product_of_tiles(w, t, acc)
         if SCALED and BLOCK_OUT == 0:
             if GATED:
                 gates *= tl.load(scales + row_at * step_of_rows)[:, None]

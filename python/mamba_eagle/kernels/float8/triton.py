@@ -1,9 +1,9 @@
 """Float8 products on a GPU, with scales per row and token or per block, and rounding to float8.
 
-A program multiplies some rows of the weight with all columns, or a share of them, and 16 to 128
-tokens. The weight is the first factor: it has enough rows for the tensor cores' widest instruction
-however few tokens there are. Scales of rows and tokens are applied to the finished sums; scales of
-blocks to the sum of each 128 columns.
+A program multiplies some rows of the weight with all columns and 16 to 64 tokens. The weight is
+the first factor: it has enough rows for the tensor cores' widest instruction however few tokens
+there are. Scales of rows and tokens are applied to the finished sums; scales of blocks to the sum
+of each 128 columns.
 """
 
 from typing import NamedTuple
@@ -122,18 +122,17 @@ def warps_of_row(block: int) -> int:
 
 
 class Config(NamedTuple):
-    """How a product is divided; the result depends on it by rounding only."""
+    """How a product is divided; the result does not depend on it."""
 
     rows: int  # of the weight, per program: a power of two
     tokens: int  # per program: a power of two, at least 16
-    columns: int  # per iteration: a power of two
-    splits: int  # shares of the columns
     warps: int
     stages: int  # iterations in flight
     ahead: int = 0  # as in kernels/linear
 
 
-PRECISE = tl.constexpr(128)  # columns that are summed up in the tensor cores before they are added
+# columns of an iteration, which are summed up in the tensor cores before they are added
+PRECISE = tl.constexpr(128)
 
 
 @triton.jit
@@ -143,8 +142,7 @@ def product_of_tiles(w, x, acc):
         return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
     else:
         # sums inside of the tensor cores have fewer bits than float32: carry them over in time
-        at_once: tl.constexpr = PRECISE if w.shape[1] > PRECISE else w.shape[1]
-        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=at_once)
+        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=PRECISE)
 
 
 @triton.jit
@@ -165,68 +163,118 @@ def with_scales(
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
-@triton.jit(do_not_specialize=["n", "share", "x_scale_stride", "scale_stride", "blocks_in"])
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
 def _product_kernel(
     x,  # [n, columns] float8
-    x_scale,  # [n, 1], one, or [n, blocks_in]
+    x_scale,  # [n, 1] or one
     weight,  # [out, columns] float8
-    scale,  # [out], one, or [out blocks, blocks_in]
+    scale,  # [out] or one
     bias,  # [out], read if HAS_BIAS
-    y,  # [n, out], or parts [splits, n, out] float32 if SPLIT
+    y,  # [n, out]
     n,
     out,
     columns,
-    share,  # iterations of a program
-    blocks_in,  # blocks of columns that share a scale, if BLOCK_OUT > 0
     x_scale_stride,  # 0: one scale for all tokens
     scale_stride,  # 0: one scale for all rows
-    BLOCK_OUT: tl.constexpr,  # rows of a block; 0: scales are of rows and tokens
-    GROUPED: tl.constexpr,  # tokens have a scale per block of columns
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    split = tl.program_id(2)
     is_row, is_token = row < out, token < n
-    column = split * share * COLUMNS + tl.arange(0, COLUMNS)
     rows = weight + row.to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[:, None] * columns
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     known = weight + tl.minimum(row, out - 1).to(tl.int64)[:, None] * columns
-    fetch_ahead(known, split * share * COLUMNS, columns, AHEAD)
+    fetch_ahead(known, 0, columns, AHEAD)
     previous_done(OVERLAP)
-    for step in tl.range(0, share, num_stages=STAGES):
-        at = column + step * COLUMNS
-        inside = (at < columns)[None, :]
-        w = tl.load(rows + at[None, :], mask=is_row[:, None] & inside, other=0.0)
-        t = tl.load(tokens + at[None, :], mask=is_token[:, None] & inside, other=0.0)
-        if BLOCK_OUT > 0:
-            part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
-            block = tl.minimum(split * share + step, blocks_in - 1)
-            s = tl.load(scale + row // BLOCK_OUT * blocks_in + block, mask=is_row, other=0.0)
-            if GROUPED:
-                own = x_scale + token * blocks_in + block
-                part *= tl.load(own, mask=is_token, other=0.0)[None, :]
-            acc += part * s[:, None]
-        else:
-            acc = product_of_tiles(w, t, acc)
-    keep = is_row[:, None] & is_token[None, :]
+    for at in tl.range(0, columns, PRECISE, num_stages=STAGES):
+        w, t = _tiles(rows, tokens, is_row, is_token, at, columns)
+        acc = product_of_tiles(w, t, acc)
+    acc = with_scales(
+        acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
+        True, True, HAS_BIAS,
+    )  # fmt: skip
     at = token.to(tl.int64)[None, :] * out + row[:, None]
-    if SPLIT:
-        tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
-    else:
-        acc = with_scales(
-            acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
-            not GROUPED, BLOCK_OUT == 0, HAS_BIAS,
-        )  # fmt: skip
-        tl.store(y + at, acc, mask=keep)
+    tl.store(y + at, acc, mask=is_row[:, None] & is_token[None, :])
+
+
+@triton.jit
+def _tiles(rows, tokens, is_row, is_token, at, columns):
+    """PRECISE columns of a weight's rows and of tokens, with zeros outside."""
+    column = at + tl.arange(0, PRECISE)
+    inside = (column < columns)[None, :]
+    w = tl.load(rows + column[None, :], mask=is_row[:, None] & inside, other=0.0)
+    t = tl.load(tokens + column[None, :], mask=is_token[:, None] & inside, other=0.0)
+    return w, t
+
+
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "blocks_in"])
+def _block_kernel(
+    x,  # [n, columns] float8
+    x_scale,  # [n, blocks_in] if GROUPED, else [n, 1] or one
+    weight,  # [out, columns] float8
+    scale,  # [out blocks, blocks_in]
+    bias,  # [out], read if HAS_BIAS
+    y,  # [n, out]
+    n,
+    out,
+    columns,
+    blocks_in,  # blocks of columns that share a scale
+    x_scale_stride,  # 0: one scale for all tokens
+    BLOCK_OUT: tl.constexpr,  # rows of a block, a multiple of ROWS
+    GROUPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Two blocks an iteration, whose scales were loaded in the one before: a sum of 128 columns is
+    short, and everything between two of them is waited for."""
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_row, is_token = row < out, token < n
+    rows = weight + row.to(tl.int64)[:, None] * columns
+    tokens = x + token.to(tl.int64)[:, None] * columns
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    scales = scale + first // BLOCK_OUT * blocks_in
+    own = x_scale + tl.minimum(token, n - 1) * (blocks_in if GROUPED else x_scale_stride)
+    previous_done(OVERLAP)
+    last = blocks_in - 1
+    s, more_s = tl.load(scales), tl.load(scales + tl.minimum(1, last))
+    if GROUPED:
+        o, more_o = tl.load(own), tl.load(own + tl.minimum(1, last))
+    for at in tl.range(0, columns, 2 * PRECISE, num_stages=STAGES):
+        w, t = _tiles(rows, tokens, is_row, is_token, at, columns)
+        more_w, more_t = _tiles(rows, tokens, is_row, is_token, at + PRECISE, columns)
+        block = at // PRECISE + 2
+        next_s = tl.load(scales + tl.minimum(block, last))
+        next_more_s = tl.load(scales + tl.minimum(block + 1, last))
+        if GROUPED:
+            next_o = tl.load(own + tl.minimum(block, last))
+            next_more_o = tl.load(own + tl.minimum(block + 1, last))
+        part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
+        more = product_of_tiles(more_w, more_t, tl.zeros([ROWS, TOKENS], tl.float32))
+        if GROUPED:
+            acc += part * (o * s)[None, :]
+            acc += more * (more_o * more_s)[None, :]
+            o, more_o = next_o, next_more_o
+        else:
+            acc += part * s
+            acc += more * more_s
+        s, more_s = next_s, next_more_s
+    acc = with_scales(
+        acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, 0,
+        not GROUPED, False, HAS_BIAS,
+    )  # fmt: skip
+    at = token.to(tl.int64)[None, :] * out + row[:, None]
+    tl.store(y + at, acc, mask=is_row[:, None] & is_token[None, :])
 
 
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
@@ -261,27 +309,19 @@ def _join_kernel(
     tl.store(y + token * out + row, total, mask=is_row)
 
 
-PROGRAMS = 264  # two for each of a Hopper GPU's 132 multiprocessors
-ENOUGH = 128  # programs, of which each reads 256 columns at a time
+ALONE = 132 * 64  # rows up to which each program has one of a Hopper GPU's multiprocessors
 
 
-def choose_config(n: int, rows: int, columns: int, blocks: bool) -> Config:
-    """For a weight [rows, columns] and n tokens; blocks: whether scales are of blocks.
+def choose_config(n: int, rows: int, blocks: bool) -> Config:
+    """For a weight of as many rows and n tokens; blocks: whether scales are of blocks.
 
-    Up to 64 tokens all are in one program, and columns are split until there are enough programs:
-    one that reads the weight is bound by how much it has in flight. What is in flight at 32 tokens
-    fits into a multiprocessor twice.
+    A program is bound by how much of the weight it has in flight, so one that is alone on its
+    multiprocessor has ten iterations of it. That is as fast as sharing columns among more programs.
     """
-    if n > 64:
-        return Config(128, 128, 128, 1, 8, 3)
-    tokens = max(16, next_power_of_2(n))
-    if n <= 32 and not blocks:
-        many = rows >= 64 * ENOUGH
-        return Config(64, tokens, 256, 1 if many else 2, 4, 5 if many else 4, ahead=4)
-    programs, steps, splits = cdiv(rows, 64), cdiv(columns, 128), 1
-    while not blocks and programs * splits * 2 <= 2 * PROGRAMS and steps >= splits * 8:
-        splits *= 2
-    return Config(64, tokens, 128, splits, 4, 5)
+    alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
+    if blocks:
+        return Config(64, tokens, 4, 4 if alone else 3)
+    return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
 
 
 def product(
@@ -299,43 +339,23 @@ def product(
         x: values [n, in] contiguous; scale [1, 1], [n, 1], or with ``block`` [n, in blocks].
         weight: [out, in] E4M3, contiguous.
         scale: [1, 1] or [out, 1] float32, contiguous; with ``block`` [out blocks, in blocks].
-        block: rows and columns that share a scale; columns 128.
+        block: rows and columns that share a scale: a multiple of 128, and 128.
     Returns: [n, out] of ``dtype``.
     """
     n, (out, columns) = x.values.shape[0], weight.shape
-    config = config or choose_config(n, out, columns, block is not None)
-    device, splits = weight.device, config.splits
-    y = torch.empty(n, out, dtype=dtype, device=device)
-    parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
-    strides = (int(x.scale.shape[0] > 1), int(scale.shape[0] > 1))
-    grid = (cdiv(out, config.rows), cdiv(n, config.tokens), splits)
-    _product_kernel[grid](
-        x.values,
-        x.scale,
-        weight,
-        scale,
-        y if bias is None else bias,
-        parts,
-        n,
-        out,
-        columns,
-        cdiv(cdiv(columns, config.columns), splits),
-        scale.shape[1],
-        *strides,
-        BLOCK_OUT=0 if block is None else block[0],
-        GROUPED=block is not None and x.group > 0,
-        HAS_BIAS=bias is not None,
-        ROWS=config.rows,
-        TOKENS=config.tokens,
-        COLUMNS=config.columns,
-        SPLIT=splits > 1,
-        STAGES=config.stages,
-        AHEAD=config.ahead if launches_overlap(device) else 0,
-        num_warps=config.warps,
-        **overlapping(device),
-    )
-    if splits > 1:
-        join(parts, x.scale, scale, bias, y)
+    config = config or choose_config(n, out, block is not None)
+    y = torch.empty(n, out, dtype=dtype, device=weight.device)
+    grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
+    operands = (x.values, x.scale, weight, scale, y if bias is None else bias, y, n, out, columns)
+    shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
+    shape |= {"HAS_BIAS": bias is not None, "num_warps": config.warps, **overlapping(y.device)}
+    x_stride = int(x.scale.shape[0] > 1)
+    if block is not None:
+        blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
+        _block_kernel[grid](*operands, scale.shape[1], x_stride, **blocks, **shape)
+    else:
+        ahead = config.ahead if launches_overlap(y.device) else 0
+        _product_kernel[grid](*operands, x_stride, int(scale.shape[0] > 1), AHEAD=ahead, **shape)
     return y
 
 
