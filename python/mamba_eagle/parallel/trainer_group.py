@@ -25,10 +25,10 @@ class TrainerGroup:
 
         Raises: TimeoutError, RuntimeError, ValueError
         """
-        self.asked, self.device = asked, device
+        self.asked, self.device = asked, device.index or 0
         rank, timeout = asked.first_rank + number, datetime.timedelta(seconds=asked.seconds)
         if asked.backend == "nccl":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(self.device)  # of this thread
         try:
             store, _, _ = next(
                 dist.rendezvous(

@@ -66,7 +66,6 @@ def _generate(runner: ModelRunner, adapter: int = -1) -> None:
         2, model.config.vocab_size, dtype=model.logits_dtype, device=backend.device
     )
     backend.mask_logits(logits, backend.place.to_device([0]), masks.to(backend.device))
-    backend.token_logprobs(logits, backend.place.to_device([[0], [0]]), top=1)
 
 
 @torch.inference_mode()
@@ -80,8 +79,8 @@ def _rehearse_layers(runner: ModelRunner) -> None:
 def warm_up_plans(
     shape: TreeShape, has_journals: bool, processed: Callable[[], int]
 ) -> Iterator[Plan]:
-    """Make two tokens, greedy and then sampled, and keep the request's rows; with journal slots
-    (``has_journals``) also save them and replay them.
+    """Make two tokens with logprobs, greedy and then sampled, and keep the request's rows; with
+    journal slots (``has_journals``) also save them and replay them.
 
     Leftovers in request slot 0, state slot 0, journal slot 0 and the KV slots are overwritten by
     the requests that take these slots.
@@ -102,6 +101,8 @@ def warm_up_plans(
                     temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
                 ),
                 output_start=1,
+                return_logprob=True,
+                top_logprobs=1,
             ),
         )
         moves = []

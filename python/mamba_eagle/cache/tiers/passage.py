@@ -23,6 +23,8 @@ from mamba_eagle.cache.tiers.tier import Shelf, Tier
 from mamba_eagle.message import TierCopy
 from mamba_eagle.message.indices import Indices, indices
 
+MIN_WORTH = 128  # tokens that a state must save to go down: a 9B runs 100 while its state is copied
+
 
 class Device(Shelf):
     """The slots' pools as the tier above all."""
@@ -145,10 +147,10 @@ class Passage(CacheBelow):
         eager: bool,
         labels: Labels | None = None,
     ) -> None:
-        """numbers: of copies. min_gain: tokens that a copy must save. eager: what gets a state
+        """numbers: of copies. min_gain: tokens that a load must save. eager: what gets a state
         above goes down soon, and not only when it is evicted. labels: for the log of a disk."""
         self.upper, self.lower, self.min_gain, self.labels = upper, lower, min_gain, labels
-        self.numbers, self.eager = numbers, eager
+        self.numbers, self.eager, self.min_worth = numbers, eager, MIN_WORTH
         self.copies: list[TierCopy] = []  # not taken yet
         self.transfers: dict[int, Transfer] = {}  # by number, until they are answered
         self.fresh: dict[Node, None] = {}  # nodes that got a state above
@@ -176,7 +178,7 @@ class Passage(CacheBelow):
             return
         if self.labels is not None and node.salt & ADAPTED:
             return  # the adapter's number means nothing after a restart
-        if self._gain(node) >= self.min_gain and self._send(node, node.end, node):
+        if self._gain(node) >= self.min_worth and self._send(node, node.end, node):
             for journal in node.journals:
                 self._send(journal.bottom, journal.end, node, journal)
 
@@ -188,7 +190,7 @@ class Passage(CacheBelow):
         reach = self.reach(tokens, len(tokens), node.salt).position
         for part in path:
             goes = part.state_slot >= 0 and not part.spare
-            if goes and part.end - reach >= self.min_gain:
+            if goes and part.end - reach >= self.min_worth:
                 reach = part.end
         return node.end - reach
 

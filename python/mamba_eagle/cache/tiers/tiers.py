@@ -12,7 +12,7 @@ from mamba_eagle.cache.tiers.passage import FromDevice, Passage
 from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.message import TierCopy, TierSizes
 
-MIN_GAIN = 128  # tokens that a copy must save: a 9B runs 100 while one of its states is copied
+MIN_GAINS = (64, 128)  # tokens that a load from host memory, and from disk, must save
 NONE: Mapping[int, str] = {}
 MAX_WRITTEN = 4  # states per plan that go down before they are evicted
 
@@ -35,10 +35,10 @@ class CacheTiers:
                 disk = Tier(2, sizes.disk_units, sizes, draft_states)
                 self.labels = Labels(disk)
                 numbers = count(self.labels.restore(sizes.disk_log))
-            device = FromDevice(slots, host, numbers, MIN_GAIN, on_disk)
+            device = FromDevice(slots, host, numbers, MIN_GAINS[0], on_disk)
             self.passages.append(device)
             if on_disk:
-                self.passages.append(Passage(host, disk, numbers, MIN_GAIN, True, self.labels))
+                self.passages.append(Passage(host, disk, numbers, MIN_GAINS[1], True, self.labels))
             for passage in self.passages:
                 passage.upper.cache.below = passage
             self.exchange = Exchange(device, sizes, draft_states, numbers)

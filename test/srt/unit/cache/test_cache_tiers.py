@@ -160,7 +160,7 @@ def test_states_that_save_little_over_shallower_ones_do_not_go_down() -> None:
     runner = TieredRunner(300, 40, 2, 400, sizes=sizes, rng=rng)
     server = tiered_server(dataclasses.replace(config(), mamba_checkpoint_interval=0), runner, rng)
     (passage,) = server.scheduler.tiers.passages
-    passage.min_gain = 20
+    passage.min_worth = 20
     chat = [rng.randrange(50) for _ in range(7)]
     for turn in range(12):
         ask(server, f"turn{turn}", chat)
