@@ -169,7 +169,7 @@ PRODUCTS = {
     "two-iterations": ProductCase(3, 48, 160, bias=True),
     "static": ProductCase(3, 48, 64, "static"),
     "one-scale-each": ProductCase(3, 48, 64, "static", "tensor"),
-    "blocks-and-groups": ProductCase(3, 72, 176, "group", "block", bias=True),
+    "blocks-and-groups": ProductCase(20, 72, 176, "group", "block", bias=True),
     "blocks-and-tokens": ProductCase(3, 72, 176, "token", "block"),
 }
 BLOCK = (32, 128)

@@ -23,7 +23,7 @@ from mamba_eagle.cache.tiers.tier import Shelf, Tier
 from mamba_eagle.message import TierCopy
 from mamba_eagle.message.indices import Indices, indices
 
-MIN_WORTH = 128  # tokens that a state must save to go down: a 9B runs 100 while its state is copied
+MIN_WORTH = 64  # tokens that a state must save to go down: as many as a load from the host must
 
 
 class Device(Shelf):
