@@ -57,7 +57,7 @@ def engine_of(model: Path, **settings: Any) -> OfflineEngine:
     config = resolve(EngineConfig(model_path=str(model), **{**values, **settings}))
     engine = OfflineEngine(config, runner_of(config))
     for passage in engine.scheduler.tiers.passages:
-        passage.min_gain = passage.min_worth = 1  # prompts are short here
+        passage.min_gain = 1  # prompts are short here
     return engine
 
 

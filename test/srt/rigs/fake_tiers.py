@@ -110,5 +110,5 @@ def tiered_server(config, runner: TieredRunner, rng: random.Random) -> Server:
     """A load pays for any token that it saves, so that short prompts have loads."""
     server = Server(config, runner, rng)
     for passage in server.scheduler.tiers.passages:
-        passage.min_gain = passage.min_worth = 1
+        passage.min_gain = 1
     return server

@@ -23,7 +23,9 @@ from mamba_eagle.cache.tiers.tier import Shelf, Tier
 from mamba_eagle.message import TierCopy
 from mamba_eagle.message.indices import Indices, indices
 
-MIN_WORTH = 64  # tokens that a state must save to go down: as many as a load from the host must
+# Units of a state that must save a token to go down. A 9B runs 100 tokens while one of its states,
+# 8,763 units, is copied.
+UNITS_PER_TOKEN = 64
 
 
 class Device(Shelf):
@@ -150,7 +152,8 @@ class Passage(CacheBelow):
         """numbers: of copies. min_gain: tokens that a load must save. eager: what gets a state
         above goes down soon, and not only when it is evicted. labels: for the log of a disk."""
         self.upper, self.lower, self.min_gain, self.labels = upper, lower, min_gain, labels
-        self.numbers, self.eager, self.min_worth = numbers, eager, MIN_WORTH
+        self.numbers, self.eager = numbers, eager
+        self.min_worth = lower.states.size // UNITS_PER_TOKEN  # tokens that a state must save
         self.copies: list[TierCopy] = []  # not taken yet
         self.transfers: dict[int, Transfer] = {}  # by number, until they are answered
         self.fresh: dict[Node, None] = {}  # nodes that got a state above
@@ -174,7 +177,9 @@ class Passage(CacheBelow):
     def descend(self, node: Node) -> None:
         """The tier below gets what it lacks of the node's state, its journals, and their KV; or
         nothing, if there is no room. Of the spare states a document's alone is worth it."""
-        if node.state_slot < 0 or (node.spare and node.kind != "document"):
+        if node.state_slot < 0 or node.end < self.min_gain:
+            return
+        if node.spare and node.kind != "document":
             return
         if self.labels is not None and node.salt & ADAPTED:
             return  # the adapter's number means nothing after a restart
@@ -183,8 +188,8 @@ class Passage(CacheBelow):
                 self._send(journal.bottom, journal.end, node, journal)
 
     def _gain(self, node: Node) -> int:
-        """Tokens that the node's state saves over shallower ones, of the tier below or yet to go
-        there. A state may be as large as thousands of tokens' keys and values."""
+        """Tokens that the node's state and its journals save over shallower ones, of the tier below
+        or yet to go there."""
         *path, last = list(node.ancestors())[::-1]
         tokens = np.concatenate([part.tokens for part in (*path, last)])[: node.end - 1]
         reach = self.reach(tokens, len(tokens), node.salt).position
@@ -192,7 +197,7 @@ class Passage(CacheBelow):
             goes = part.state_slot >= 0 and not part.spare
             if goes and part.end - reach >= self.min_worth:
                 reach = part.end
-        return node.end - reach
+        return max((journal.end for journal in node.journals), default=node.end) - reach
 
     def send(self, hit: Match) -> None:
         """What was found above goes down, whatever it is worth."""

@@ -70,7 +70,7 @@ class Served:
         others = {"host_cache_gb": 0.03, "tp_size": tp, "pp_size": pp, **others}
         server = Sequential(self.settings, self.model, self.head, **others)
         for passage in server.engine.scheduler.tiers.passages:
-            passage.min_gain = passage.min_worth = 1  # prompts are short here
+            passage.min_gain = 1  # prompts are short here
         return server
 
     def on_disk(self, folder: Path, tp: int = 1, pp: int = 1) -> Sequential:
