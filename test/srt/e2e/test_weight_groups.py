@@ -155,7 +155,7 @@ def test_weights_come_from_another_gpu(other: Path) -> None:
         wanted = texts(engine)
         engine.update_weights_from_disk(str(EMBEDDED_MODEL))
         trains = Trainer(engine, other, device="cuda:1")
-        trains.join()
+        trains.join(timeout=60)
         for flat in (False, True):
             sent = trains.send(sorted(trains.weights), flat)
             call(engine, "/update_weights_from_distributed", **sent)
