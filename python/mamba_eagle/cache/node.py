@@ -129,6 +129,16 @@ class Node:
             yield node
             node = node.parent
 
+    def path(self) -> tuple[list[Node], Tokens]:
+        """The nodes from below the root to this one, and their tokens: the prefix."""
+        nodes = list(self.ancestors())[::-1]
+        return nodes, np.concatenate([node.tokens for node in nodes])
+
+    @property
+    def deepest(self) -> int:
+        """The deepest position that its state and its journals serve."""
+        return max((journal.end for journal in self.journals), default=self.end)
+
 
 class Journal:
     """Rows of the tokens that follow a node's state on some path, in a journal slot."""

@@ -138,7 +138,6 @@ class CachedStates:
     def score(self, node: Node) -> int:
         """Inflation plus the tokens that a hit here saves over what shallower states give, journals
         included: of theirs, those count that begin as this prefix goes on."""
-        reach = max((journal.end for journal in node.journals), default=node.end)
         above, below = 0, node
         for part in node.ancestors():
             if part is not node and part.state_slot >= 0 and not part.spare:
@@ -149,7 +148,7 @@ class CachedStates:
             if above > 0 and part.start + self.longest_journal <= above:
                 break
             below = part
-        return node.inflation + reach - above
+        return node.inflation + node.deepest - above
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers if the order is not that of the tree's states."""

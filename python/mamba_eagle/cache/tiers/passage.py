@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from mamba_eagle.cache.node import (
     ADAPTED,
     CacheBelow,
@@ -190,14 +188,13 @@ class Passage(CacheBelow):
     def _gain(self, node: Node) -> int:
         """Tokens that the node's state and its journals save over shallower ones, of the tier below
         or yet to go there."""
-        *path, last = list(node.ancestors())[::-1]
-        tokens = np.concatenate([part.tokens for part in (*path, last)])[: node.end - 1]
-        reach = self.reach(tokens, len(tokens), node.salt).position
-        for part in path:
+        path, tokens = node.path()
+        reach = self.reach(tokens[:-1], node.end - 1, node.salt).position
+        for part in path[:-1]:
             goes = part.state_slot >= 0 and not part.spare
             if goes and part.end - reach >= self.min_worth:
                 reach = part.end
-        return max((journal.end for journal in node.journals), default=node.end) - reach
+        return node.deepest - reach
 
     def send(self, hit: Match) -> None:
         """What was found above goes down, whatever it is worth."""
@@ -210,8 +207,8 @@ class Passage(CacheBelow):
     def _send(self, bottom: Node, end: int, anchor: Node, journal: Journal | None = None) -> bool:
         """One path: its first ``end`` tokens, and the state or the journal. Returns whether the
         tier below has the state."""
-        lower, path = self.lower.cache, list(bottom.ancestors())[::-1]
-        tokens = np.concatenate([part.tokens for part in path])[:end]
+        lower, (path, tokens) = self.lower.cache, bottom.path()
+        tokens = tokens[:end]
         node, length = lower.lock_common(tokens, bottom.salt)
         slot = self._reserve(node, length, end, anchor, journal)
         kv = self.lower.reserve_kv(end - length, anchor.spare) if slot is not None else None

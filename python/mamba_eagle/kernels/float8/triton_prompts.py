@@ -100,7 +100,7 @@ def product(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """As triton.py's with undivided columns and scales of rows and tokens; ``in`` is a multiple of
+    """As triton.py's with scales of rows and tokens; ``in`` is a multiple of
     16."""
     n, (out, columns) = x.values.shape[0], weight.shape
     tiles = tiles or choose_tiles(n)
