@@ -30,6 +30,7 @@ def main() -> None:
         group_name=name,
         timeout=timeout,
     )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # torch asks for it
     weights = load_file(path, device)
     for line in sys.stdin:  # names that go as one tensor of bytes, or one alone
         names = line.split()
