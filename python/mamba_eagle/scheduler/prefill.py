@@ -20,7 +20,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.grammars import GrammarQueue
-from mamba_eagle.scheduler.pace import PromptPace
+from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.saves import StateSaves
@@ -81,6 +81,9 @@ class CatchUp:
 
 
 MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
+# Where several steps are at work a stream waits for a part of each pass alone: passes below this part
+# of the longest one would fill cohorts late, for steps that are no longer than a single device's.
+PIPELINE_SHARE = 4
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
@@ -104,7 +107,8 @@ class PrefillManager:
         share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
         most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
-        self.pace = PromptPace(most, paced)
+        least = MIN_TOKENS if runner.cohorts == 1 else most // PIPELINE_SHARE
+        self.pace = PromptPace(most, paced, max(least, MIN_TOKENS))
         self.saves = StateSaves(config, slots, runner)
         self.tempers_logprobs = config.logprobs_at_temperature
         self.longest_match_first = config.schedule_policy == "lpm"
