@@ -4,7 +4,8 @@
     python -m benchmark.prompt_pace --chunks 0 512 2048 8192 --scenarios clients-64
 
 The real scheduler, with clients as in benchmark/served.py, and a runner that takes as long as an
-H200 with Nemotron-Nano-9B-v2's geometry, or as a CPU with the embedded model (bench/virtual.py).
+H200 with Nemotron-Nano-9B-v2's geometry, as a CPU with the embedded model, or as an H100 and two
+pipeline stages of them (lib/virtual.py, lib/virtual_stages.py).
 Nothing is computed, so a row takes half a second. Times are in ms; a chunk of 0 is paced.
 """
 
@@ -21,13 +22,23 @@ from benchmark.lib.virtual import (
     H200_FP8,
     H200_PLAIN,
     Costs,
+    VirtualRunner,
     VirtualServer,
     play,
     play_arrivals,
     ready,
 )
+from benchmark.lib.virtual_stages import H100_STAGES, StageCosts, VirtualStages
 from mamba_eagle.config import EngineConfig
 
+LOADS = (  # clients, tokens of a prompt, of an answer
+    (64, 256, 128),
+    (64, 16, 256),
+    (64, 512, 128),
+    (64, 2048, 128),
+    (16, 8192, 256),
+    (8, 512, 128),
+)
 HEADER = (
     f"{'':>24} {'chunk':>6} {'tokens/s':>9} {'TTFT p50':>9} {'p99':>6} "
     f"{'between p50':>11} {'p99':>7} {'p99/p50':>7}"
@@ -43,6 +54,10 @@ class Setup:
     scenario: Scenario
     streams: Scenario | None = None
     rate: float = 0.0  # of arrivals per second, of one request each; 0: all begin at once
+
+    @property
+    def stages(self) -> int:
+        return 2 if isinstance(self.costs, StageCosts) else 1
 
 
 def setups(requests: int) -> Iterator[Setup]:
@@ -63,6 +78,11 @@ def setups(requests: int) -> Iterator[Setup]:
         come = replace(many, name="arrivals", clients=400, requests=1)
         yield Setup(f"{rate}-per-second", noisy, come, rate=rate)
     yield Setup("cpu-8", replace(CPU, jitter=0.05), by_name["clients-8"])
+    for clients, inputs, outputs in LOADS:
+        name = f"{clients} of {inputs}, {outputs}"
+        asked = replace(many, name=name, clients=clients, input_len=inputs, output_len=outputs)
+        yield Setup(f"{name}, one", H100_STAGES.alone(), asked)
+        yield Setup(f"{name}, two", H100_STAGES, asked)
 
 
 def measure(setup: Setup, chunk: int) -> Summary:
@@ -78,7 +98,9 @@ def measure(setup: Setup, chunk: int) -> Summary:
         speculative_eagle_topk=3,
         speculative_adaptive=False,
     )
-    server = VirtualServer(setup.costs, config, room)
+    room.cohorts = setup.stages
+    runner = VirtualStages if setup.stages > 1 else VirtualRunner
+    server = VirtualServer(setup.costs, config, room, runner)
     if setup.rate:
         return play_arrivals(server, setup.scenario, setup.rate)
     play(server, *(replace(each, name=f"{each.name} before", requests=1) for each in clients))

@@ -218,10 +218,17 @@ class VirtualRunner:
 class VirtualServer:
     """Scheduler, runner and HTTP server, with what waits between them."""
 
-    def __init__(self, costs: Costs, config: EngineConfig, ready: RunnerReady) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        config: EngineConfig,
+        ready: RunnerReady,
+        runner: type[VirtualRunner] = VirtualRunner,
+    ) -> None:
+        """runner: takes these costs."""
         self.costs, self.clock = costs, Clock()
         self.scheduler = Scheduler(config, ready)
-        self.runner = VirtualRunner(self.clock, costs, self._take_result)
+        self.runner = runner(self.clock, costs, self._take_result)
         self.listeners: dict[str, Callable[[RequestOutput], None]] = {}
         self._requests: deque[Generate] = deque()
         self._results: deque[StepResult] = deque()

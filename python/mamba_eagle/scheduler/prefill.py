@@ -81,8 +81,8 @@ class CatchUp:
 
 
 MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
-# Where several steps are at work a stream waits for a part of each pass alone: passes below this part
-# of the longest one would fill cohorts late, for steps that are no longer than a single device's.
+# The same, as a part of the longest pass beside which requests decode: shorter ones would fill the
+# cohorts late, and a stream waits for a part of each pass alone.
 PIPELINE_SHARE = 4
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts

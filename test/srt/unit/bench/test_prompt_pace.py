@@ -13,10 +13,12 @@ from benchmark.lib.virtual import (
     H200_FP8,
     H200_PLAIN,
     Costs,
+    VirtualRunner,
     VirtualServer,
     play,
     ready,
 )
+from benchmark.lib.virtual_stages import H100_STAGES, StageCosts, VirtualStages
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.scheduler.pace import (
     BURST_TOKENS,
@@ -48,7 +50,9 @@ def served(costs: Costs, paced: bool, *scenarios: Scenario) -> list[Summary]:
         speculative_eagle_topk=3,
         speculative_adaptive=False,
     )
-    server = VirtualServer(costs, config, ready(places))
+    room, staged = ready(places), isinstance(costs, StageCosts)
+    room.cohorts = 2 if staged else 1
+    server = VirtualServer(costs, config, room, VirtualStages if staged else VirtualRunner)
     play(server, *(replace(each, name=f"{each.name} before", requests=1) for each in scenarios))
     found = play(server, *scenarios)
     assert [each.requests for each in found] == [s.clients * s.requests for s in scenarios]
@@ -77,6 +81,16 @@ def test_streams_of_64_clients_are_even(costs: Costs, least: float) -> None:
     print(f"paced {paced}\nfree {free}")
     assert ratio(paced) <= 2.0 < ratio(free)
     assert paced.tokens_per_second > least * free.tokens_per_second
+
+
+def test_two_stages_run_a_burst_in_passes_that_are_worth_it() -> None:
+    """Streams wait no longer for it than on one device, and first tokens come sooner."""
+    clients = replace(MANY, input_len=256)
+    (two,), (one,) = (served(costs, True, clients) for costs in (H100_STAGES, H100_STAGES.alone()))
+    print(f"two {two}\none {one}")
+    assert two.tokens_per_second > 1.55 * one.tokens_per_second
+    assert two.first_token_p50 < 0.6 * one.first_token_p50
+    assert two.inter_token_p99 < 1.2 * one.inter_token_p99
 
 
 def test_a_long_prompt_does_not_stop_streams() -> None:
