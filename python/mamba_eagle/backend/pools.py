@@ -13,6 +13,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import AttentionConfig, RecurrenceConfig
+from mamba_eagle.tree.accept import Truncated
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -135,6 +136,14 @@ class StatePool:
         for part in (self.ssm, self.conv):
             part[:, target].copy_(part[:, source])
         self.feature[target].copy_(self.feature[source])
+
+    def keep_features(self, state_slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """Of the nodes' features [b, T, F] that of the last accepted one goes to each of the state
+        slots [b]; a request that had ended accepts no node and keeps its own."""
+        last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])  # [b, 1]
+        new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
+        old, alive = self.feature[state_slots], (accepted.count > 0)[:, None]
+        self.feature[state_slots] = torch.where(alive, new.to(old.dtype), old)
 
     def clear(self, slot: int) -> None:
         """Set state slot ``slot`` to the zero state."""

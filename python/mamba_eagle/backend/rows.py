@@ -103,6 +103,38 @@ class RowScheme(StateScheme):
         return self.rows.newest(slots, accepted.count, width, self.gates)
 
 
+class SnapshotScheme(RowScheme):
+    """One full state per node; ``accept`` copies the last accepted node's state to the state slot.
+
+    Most servers do this today; it is here to be tested against the same oracle and to be compared
+    with rows and folds.
+    """
+
+    table: RequestTable
+    node_states: Tensor  # [layers, R, W, *state_shape] float32
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """``keep`` is always 0: the states already include all accepted tokens."""
+        self.rows.store_history(slots, state_slots)
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.table.processed[slots]
+
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        return self.rows.of_nodes(slots, accepted.nodes, self.gates)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.gates.nbytes
+
+
+def node_states(rows: RequestRows) -> Tensor:
+    """A buffer for the states of all nodes: [layers, R, W, *state_shape] float32."""
+    layers, requests = rows.conv_in.shape[:2]
+    shape = (layers, requests, rows.size.rows, *rows.pool.ssm.shape[2:])
+    return zeros(*shape, dtype=torch.float32, device=rows.path.device)
+
+
 def gate_rows(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> Tensor:
     """A buffer for the gates of all rows, [layers, R, W, gate_size] float32. like: [layers, R, …],
     of the model's dtype."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn, where
+from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -174,14 +174,8 @@ class StatelessScheme(StateScheme):
         raise AssertionError("the model has no recurrent layer")
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
-        if not features.shape[2]:
-            return  # a drafter without a carry
-        last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])  # [b, 1]
-        new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
-        # a request that had ended accepts no node and keeps its feature
-        feature, alive = self.pool.feature, (accepted.count > 0)[:, None]
-        old = feature[layout.state_slots]
-        feature[layout.state_slots] = where(alive, new.to(feature.dtype), old)
+        if features.shape[2]:  # else a drafter without a carry
+            self.pool.keep_features(layout.state_slots, accepted, features)
 
     def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
         return layout.ancestors

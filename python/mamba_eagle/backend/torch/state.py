@@ -6,12 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, RowScheme, clear_rows, gate_rows, row_parts
+from mamba_eagle.backend.rows import (
+    RequestRows,
+    RowScheme,
+    SnapshotScheme,
+    clear_rows,
+    gate_rows,
+    node_states,
+    row_parts,
+)
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
-from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout, free_rows
 from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
@@ -152,13 +159,9 @@ class TorchDeferred(TorchScheme):
         return TorchLayout(nodes, self._windows(nodes), mask)
 
     def _free_rows(self, slots: Tensor, count: int) -> Tensor:
-        """The ``count`` lowest rows outside each request's journal. [b, count] int64"""
-        own, h, W = self.rows, self.rows.history, self.size.rows
-        in_journal = torch.arange(W, device=slots.device) < own.journal_len[slots][:, None]
-        used_rows = torch.where(in_journal, own.path[slots, h : h + W] - h, W)
-        is_used = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
-        is_used.scatter_(1, used_rows, 1)
-        return is_used[:, :W].argsort(dim=1, stable=True)[:, :count]
+        own = self.rows
+        path, length = own.path[slots], own.journal_len[slots]
+        return free_rows(path, length, own.history, self.size.rows, count)
 
     def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
         i, nodes = layer.index, layout.nodes
@@ -200,22 +203,12 @@ class TorchDeferred(TorchScheme):
         return self.rows.num_bytes + self.gates.nbytes + parts
 
 
-class TorchSnapshot(TorchScheme):
-    """One full state per node; ``accept`` copies the last accepted node's state to the state slot.
-
-    Most servers do this today; it is here to be tested against the same oracle and to be compared
-    with rows and folds.
-    """
-
+class TorchSnapshot(SnapshotScheme, TorchScheme):
     def __init__(
         self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
-        self.node_states = make_node_states(self.rows, pool)
-
-    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is always 0: the states already include all accepted tokens."""
-        self.rows.store_history(slots, state_slots)
+        self.node_states = node_states(self.rows)
 
     def begin(self, slots: Tensor, tree: Tree) -> TorchLayout:
         # node i uses row i
@@ -234,15 +227,9 @@ class TorchSnapshot(TorchScheme):
         keys = pool.rounding.keys(slots, processed)
         for layer, states in enumerate(self.node_states):
             pool.ssm[layer, state_slots] = pool.rounding.round(states[slots, last], keys, layer)
-        pool.feature[state_slots] = features[alive, last].to(pool.feature.dtype)
+        pool.keep_features(nodes.state_slots, accepted, features)
         own.move_history(slots, accepted.count[alive])
         own.journal_len.index_fill_(0, nodes.slots, 0)
-
-    def folded(self, slots: Tensor) -> Tensor:
-        return self.table.processed[slots]
-
-    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        return self.rows.of_nodes(slots, accepted.nodes, self.gates)
 
     def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
         nodes = layout.nodes
@@ -250,17 +237,6 @@ class TorchSnapshot(TorchScheme):
         y, states = layer.snapshots(inputs, state, nodes.parents)
         self.node_states[layer.index, nodes.slots, : layout.shape[1]] = states
         return y
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.gates.nbytes
-
-
-def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:
-    """A buffer for the states of all nodes: [layers, R, W, *state_shape] float32."""
-    layers, requests = rows.conv_in.shape[:2]
-    shape = (layers, requests, rows.size.rows, *pool.ssm.shape[2:])
-    return zeros(*shape, dtype=torch.float32, device=rows.path.device)
 
 
 TORCH_SCHEMES: dict[str, type[TorchScheme]] = {"deferred": TorchDeferred, "snapshot": TorchSnapshot}

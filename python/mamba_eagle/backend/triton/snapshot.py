@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, RowScheme, gate_rows
+from mamba_eagle.backend.rows import RequestRows, SnapshotScheme, gate_rows, node_states
 from mamba_eagle.backend.state import SchemeSize
-from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
@@ -18,7 +17,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class TritonSnapshot(RowScheme):
+class TritonSnapshot(SnapshotScheme):
     """Node i of a tree uses row i; between steps only the history is kept."""
 
     on_device = True
@@ -28,7 +27,7 @@ class TritonSnapshot(RowScheme):
     ) -> None:
         self.size, self.table, self.pool = size, table, pool
         self.rows = RequestRows(config, size, table, pool)
-        self.node_states = make_node_states(self.rows, pool)
+        self.node_states = node_states(self.rows)
         self.sizes = sizes_of(config)
         requests, like = table.processed.shape[0], pool.conv
         width = config.inner_size + config.num_groups * config.state_size
@@ -39,12 +38,8 @@ class TritonSnapshot(RowScheme):
         # xB and L are shared by all layers, which run one after the other; the keeper of rows reads
         # dt afterwards
         xB, log_decay = inputs(width, like.dtype), inputs(config.num_heads)
-        self.dt = gate_rows(config, size, self.rows.conv_in)
-        self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.dt]
-
-    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is always 0: the states already include all accepted tokens."""
-        self.rows.store_history(slots, state_slots)
+        self.gates = gate_rows(config, size, self.rows.conv_in)
+        self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.gates]
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
         b, nodes = tree.parents.shape
@@ -75,10 +70,7 @@ class TritonSnapshot(RowScheme):
             keys = pool.rounding.keys(layout.slots, self.table.processed[layout.slots] + count)
         commit_snapshots(self.node_states, pool.ssm, *at, count, round_keys=keys)
         # a request that had ended accepts no node and keeps its state, feature and history
-        new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
-        old = pool.feature[layout.state_slots]
-        alive = (count > 0)[:, None]
-        pool.feature[layout.state_slots] = torch.where(alive, new.to(old.dtype), old)
+        pool.keep_features(layout.state_slots, accepted, features)
         rows = layout.rows.gather(1, accepted.nodes) + own.history
         path = torch.cat([own.offsets.expand(len(count), -1), rows], dim=1)
         places = path.gather(1, count[:, None] + own.offsets)
@@ -86,13 +78,3 @@ class TritonSnapshot(RowScheme):
 
     def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
         return layout.ancestors
-
-    def folded(self, slots: Tensor) -> Tensor:
-        return self.table.processed[slots]
-
-    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        return self.rows.of_nodes(slots, accepted.nodes, self.dt)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes
