@@ -126,17 +126,10 @@ class PackedMatrix(Matrix):
     def dequantize(self) -> Tensor:
         return self.product.rows(torch.arange(self.first, self.first + self.count)).float()
 
-    def times(self, factor: float | Tensor) -> None:
-        return None
-
     def narrow(self, axis: int, start: int, length: int) -> PackedMatrix:
         if axis != -2 or start + length > self.count:
             raise ValueError(f"[{start}, {start + length}) of axis {axis}: only rows can be cut")
         return PackedMatrix(self.product, self.first + start, length)
-
-    @classmethod
-    def join(cls, parts: Sequence[PackedMatrix]) -> None:
-        return None
 
 
 class EachExpert:
@@ -180,15 +173,8 @@ class PackedStack(Matrix):
     def dequantize(self) -> Tensor:
         return torch.stack([expert.dequantize() for expert in self.experts])
 
-    def times(self, factor: float | Tensor) -> None:
-        return None
-
     def narrow(self, axis: int, start: int, length: int) -> PackedStack:
         raise ValueError("packed experts are not cut")
-
-    @classmethod
-    def join(cls, parts: Sequence[PackedStack]) -> None:
-        return None
 
 
 class WidenedProduct(MatrixProduct):

@@ -3,8 +3,8 @@ neighbouring columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,28 +36,9 @@ class FourBitMatrix(GroupScaled):
             factor = factor.to(self.factor.device)
         return replace(self, factor=self.factor * factor)
 
-    @classmethod
-    def join(cls, parts: Sequence[FourBitMatrix]) -> FourBitMatrix | None:
-        first = parts[0]
-        alike = all(
-            part.group == first.group
-            and part.scale.dtype == first.scale.dtype
-            and (part.zero is None) == (first.zero is None)
-            for part in parts
-        )
-        if not alike:
-            return None
-        zeros = [part.zero for part in parts if part.zero is not None]
-        factors = [part.factor.expand(part.shape[-2], 1) for part in parts]
-        scales = [part.scale for part in parts]
-        if first.scale.element_size() == 1:  # float8 is not concatenated everywhere; bytes are
-            scales = [scale.view(torch.uint8) for scale in scales]
-        return cls(
-            torch.cat([part.codes for part in parts]),
-            torch.cat(scales).view(first.scale.dtype),
-            torch.cat(zeros) if zeros else None,
-            torch.cat(factors),
-        )
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return *super().form, self.scale.dtype
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ Q8_0, Q4_0 and Q4_K hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,23 +77,9 @@ class GroupedMatrix(GroupScaled):
         """One matrix of a stack."""
         return replace(self, **{name: part[index] for name, part in self.tensors().items()})
 
-    @classmethod
-    def join(cls, parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
-        first = parts[0]
-        alike = all(
-            part.bits == first.bits
-            and part.group == first.group
-            and (part.minimum is None) == (first.minimum is None)
-            for part in parts
-        )
-        if not alike:
-            return None
-        minima = [part.minimum for part in parts if part.minimum is not None]
-        return cls(
-            torch.cat([part.codes for part in parts], dim=-2),
-            torch.cat([part.scale for part in parts], dim=-2),  # promotes mixed dtypes to float32
-            torch.cat(minima, dim=-2) if minima else None,
-        )
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return *super().form, self.bits
 
 
 def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import Rounding, row_scale, to_e4m3
 
 Self = TypeVar("Self", bound="Matrix")
+Grouped = TypeVar("Grouped", bound="GroupScaled")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Matrix(ABC):
     def dequantize(self) -> Tensor:
         """The weight, float32."""
 
-    @abstractmethod
     def times(self: Self, factor: float | Tensor) -> Self | None:
         """The product with one number, or with one per row [out, 1]; None if scales cannot take
         it in."""
+        return None
 
     @abstractmethod
     def narrow(self: Self, axis: int, start: int, length: int) -> Self:
@@ -47,10 +48,10 @@ class Matrix(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def join(cls: type[Self], parts: Sequence[Self]) -> Self | None:
         """One matrix with the rows of all ``parts``; None if their inputs are rounded in different
         ways, or if their scales do not fit one grid."""
+        return None
 
     def tensors(self) -> dict[str, Tensor]:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -107,6 +108,25 @@ class GroupScaled(Matrix):
             if part.shape[axis] > 1:
                 cut[name] = part.narrow(axis, start // each, length // each)
         return replace(self, **cut)
+
+    @classmethod
+    def join(cls: type[Grouped], parts: Sequence[Grouped]) -> Grouped | None:
+        first, (form, *others) = parts[0], [part.form for part in parts]
+        if any(other != form for other in others):
+            return None
+        rows = [part.shape[-2] for part in parts]
+        joined: dict[str, Any] = {}
+        for name in first.tensors():
+            each = [part.tensors()[name] for part in parts]
+            joined[name] = _cat_rows(
+                [part.expand(*part.shape[:-2], n, -1) for part, n in zip(each, rows)]
+            )
+        return replace(first, **joined)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What matrices that become one have in common."""
+        return self.group, *self.tensors()
 
 
 @dataclass(frozen=True)
@@ -192,7 +212,10 @@ class Float8Matrix(Matrix):
 
 
 def _cat_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Float8 is not concatenated on every device; its bytes are."""
+    """Of several float dtypes in the longest. Float8 is not concatenated on every device; its bytes
+    are."""
+    if parts[0].element_size() > 1:
+        return torch.cat(list(parts), dim=-2)
     bits = torch.cat([part.view(torch.uint8) for part in parts], dim=-2)
     return bits.view(parts[0].dtype)
 
