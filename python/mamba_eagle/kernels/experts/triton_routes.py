@@ -15,7 +15,7 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 SHARE = 256  # columns of the router's weight per program
 COLUMNS = 64  # per iteration
@@ -24,15 +24,6 @@ MAX_TOKENS = 64  # per program
 FEW_PAIRS = 512  # which leave many experts without any
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
 LOWEST = tl.constexpr(-3.0e38)  # below all scores, above those that were taken
-
-
-@triton.jit
-def dot(w, x, acc):
-    """acc + w·xᵀ of 16-bit numbers, sums in float32."""
-    if INTERPRETED:
-        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
-    else:
-        return tl.dot(w, tl.trans(x), acc)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -70,7 +61,7 @@ def _logits_kernel(
         w = tl.load(rows + at, mask=is_expert[:, None] & inside, other=0.0)
         at = token.to(tl.int64)[:, None] * x_stride + column[None, :]
         t = tl.load(x + at, mask=is_token[:, None] & inside, other=0.0)
-        acc = dot(w, t, acc)
+        acc = exact_dot(w, tl.trans(t), acc, "tf32")
     at = (share.to(tl.int64) * n + token)[None, :] * (NUM_EXPERTS + BESIDE) + expert[:, None]
     tl.store(parts + at, acc, mask=is_expert[:, None] & is_token[None, :])
 

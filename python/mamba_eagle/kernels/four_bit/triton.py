@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, previous_done
+from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, fetch_ahead, previous_done
 
 UNIT = 4  # columns of a unit
 
@@ -233,21 +233,6 @@ def quarters(x, dtype: tl.constexpr):
         return _four(_QUARTERS, "=r,=r,=r,=r,l,l", [x], dtype)
 
 
-@triton.jit
-def _fetch(row_codes, start, units, AHEAD: tl.constexpr):
-    """Have some of the codes brought to the L2 cache. row_codes: [rows] pointers."""
-    if not INTERPRETED:
-        unit = tl.minimum(start + 64 * tl.arange(0, AHEAD), units - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(row_codes[:, None] + unit[None, :]).to(tl.int64)],
-            tl.int32,
-            False,
-            1,
-        )
-
-
 # ── products ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -313,8 +298,7 @@ def _product_kernel(
         acc = tl.zeros([SLICES, ROWS, TOKENS], tl.float32)
     else:
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    if AHEAD > 0:
-        _fetch(codes + own * units, split * share * SLICES * UNITS, units, AHEAD)
+    fetch_ahead((codes + own * units)[:, None], split * share * SLICES * UNITS, units, AHEAD)
     previous_done(OVERLAP)
     for step in tl.range(0, share, num_stages=STAGES):
         first = ((split * share + step) * SLICES + tl.arange(0, SLICES))[:, None, None]

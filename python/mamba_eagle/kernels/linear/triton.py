@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
-from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
+from mamba_eagle.kernels.triton_math import exact_dot, fetch_ahead, previous_done
 
 
 class Config(NamedTuple):
@@ -64,10 +64,7 @@ def _linear_kernel(
             rows + at[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first"
         )
         t = tl.load(tokens + at[:, None], mask=inside[:, None] & is_token[None, :], other=0.0)
-        if INTERPRETED:
-            acc = tl.dot(w.to(tl.float32), t.to(tl.float32), acc)
-        else:
-            acc = tl.dot(w, t, acc)
+        acc = exact_dot(w, t, acc, "tf32")
     if HAS_BIAS:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     outputs = y + token.to(tl.int64)[None, :] * out + row[:, None]
