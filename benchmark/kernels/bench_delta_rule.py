@@ -16,11 +16,12 @@ from functools import partial
 
 import torch
 
+from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, graph_us
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import Config, tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
-from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout
 from mamba_eagle.layers.delta_rule import L2_EPS
 
 GEOMETRIES = {"27B": Sizes(48, 128, 16, 128), "35B-A3B": Sizes(32, 128, 16, 128)}

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.torch.attention import PagedAttention
 from mamba_eagle.bench import results
 from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
-from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.model_config import AttentionConfig
 
 NANO_9B = AttentionConfig(num_heads=40, num_kv_heads=8, head_dim=128)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import Launch, Report, graph_us
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingSize
@@ -31,7 +32,6 @@ from mamba_eagle.kernels.tree_verify.layout import (
     Room,
     TreeLayout,
     free_rows,
-    pack_ancestors,
 )
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch
 from mamba_eagle.kernels.causal_conv.triton import Config as ConvConfig
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.tree_verify import gluon
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from triton_rig import triton_backend
 
+from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.backend.attention import PromptSpan, TreeNodes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.triton.attention import TritonTreeAttention
@@ -24,7 +25,6 @@ from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAt
 from mamba_eagle.kernels.exact_attention import naive
 from mamba_eagle.kernels.exact_attention import triton as kernels
 from mamba_eagle.kernels.exact_attention.triton_pages import lay_out
-from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.kernels.tree_verify.naive import root_path
 from mamba_eagle.model_config import AttentionConfig
 

@@ -8,9 +8,9 @@ from forms import DEVICE, in_the_interpreter, runs_kernels
 
 pytest.importorskip("triton")
 
+from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
-from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 
 test_in_the_interpreter = in_the_interpreter
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.kernels.float8.torch import to_e4m3
 from mamba_eagle.kernels.tree_attention import naive
 from mamba_eagle.kernels.tree_attention.triton import (
@@ -19,7 +20,6 @@ from mamba_eagle.kernels.tree_attention.triton import (
     choose_config,
     paged_tree_attention,
 )
-from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.kernels.tree_verify.naive import root_path
 from mamba_eagle.layers.block_attention import block_mask
 

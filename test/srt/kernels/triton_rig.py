@@ -14,10 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host
 from mamba_eagle.backend.triton.backend import TritonBackend
-from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.tree.tree import Tree
 
 # relative error of numbers rounded to bfloat16, where the interpreter cuts

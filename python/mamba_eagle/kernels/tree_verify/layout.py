@@ -90,19 +90,6 @@ class Room(NamedTuple):
     accepts: int  # D: most tokens accepted in a step
 
 
-def pack_ancestors(ancestors: Tensor) -> Tensor:
-    """Ancestor sets as bits: [b, T, E] bool -> [b, T, ceil(E / 64)] int64.
-
-    Bit j of word w says ancestors[:, :, 64 w + j]. In plain torch, for layouts made outside of a
-    kernel; on a GPU ``triton_masks.pack_paths`` does it in one launch.
-    """
-    words = []
-    for part in ancestors.split(64, dim=2):
-        bits = torch.arange(part.shape[2], device=part.device)
-        words.append((part.to(torch.int64) << bits).sum(2))
-    return torch.stack(words, dim=2)
-
-
 def free_rows(path: Tensor, length: Tensor, history: int, rows: int, count: int) -> Tensor:
     """The lowest ``count`` rows that neither belong to the journal nor serve as history.
 
