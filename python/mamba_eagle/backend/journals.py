@@ -16,7 +16,7 @@ in cpu/prefill.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +131,11 @@ class SavedJournals:
         """channels [n, conv_dim] before the convolution and raw gates [n, ·], of a pass."""
         at = (layer.index, places.slots, places.rows)
         self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
-        self.gates[at] = layer.gates(raw[places.tokens])
+        self.gates[at] = self._gates(layer, raw[places.tokens])
+
+    def _gates(self, layer: Any, raw: Tensor) -> Tensor:
+        """Of raw gates [n, ·] -> [n, gate_size]."""
+        return layer.gates(raw)
 
     def write_features(self, places: Places, features: Tensor) -> None:
         """features [n, F], of the same pass."""

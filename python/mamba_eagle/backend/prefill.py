@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.prefill_plan import Prompt
 from mamba_eagle.layers.context import AttentionView, ForwardContext, Rotation
@@ -97,17 +97,27 @@ class FixedRecurrence(Protocol):
 class PrefillContext(ABC):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
-    Recurrent layers read each request's state from its own state slot, write the state after the
-    chunk back to it, and save states at the positions that the plan requests.
+    Recurrent layers read each request's state from the state slot that holds it, write the state
+    after the chunk to its own one, and save states at the positions that the plan requests. Of what
+    a prompt starts from only the feature is copied, unless ``copies_states``.
     """
 
     rotation: Rotation | None = None
+    copies_states = False  # whether a state that a prompt starts from is copied to its own slot
 
     def __init__(
-        self, parts: list[PrefillPart], paged: NewTokenAttention | None, place: Place
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
     ) -> None:
         """paged: None if the model has no attention layer."""
-        self.parts, self.paged, self.place = parts, paged, place
+        self.parts, self.pool, self.paged, self.place = parts, pool, paged, place
+        begin = pool.begin if self.copies_states else pool.begin_feature
+        for part in parts:
+            if part.item.is_first:
+                begin(part.item)
 
     @property
     def positions(self) -> Tensor:

@@ -25,9 +25,6 @@ from mamba_eagle.model_config import DeltaConfig
 
 
 class CpuPrefillContext(PrefillContext):
-    """The kernels read the initial state from the state slot that holds it; only the feature is
-    copied."""
-
     def __init__(
         self,
         parts: list[PrefillPart],
@@ -37,11 +34,8 @@ class CpuPrefillContext(PrefillContext):
         programs: PromptPrograms,
     ) -> None:
         """pool: in float32; it has no layers if the model has none with states."""
-        super().__init__(parts, paged, place)
-        self.pool, self.programs = pool, programs
-        for part in parts:
-            if part.item.is_first:
-                pool.begin_feature(part.item)
+        super().__init__(parts, pool, paged, place)
+        self.programs = programs
         self.tables: PromptTables | None = None
         if len(pool.ssm):
             plan = prefill_plan([prompt_of(part) for part in parts])

@@ -13,7 +13,7 @@ from mamba_eagle.layers.recurrent import Inputs, Recurrent
 
 
 class TorchPrefillContext(PrefillContext):
-    """The state that the first chunk starts from is copied to the request's own state slot."""
+    copies_states = True
 
     def __init__(
         self,
@@ -22,11 +22,7 @@ class TorchPrefillContext(PrefillContext):
         paged: NewTokenAttention | None,
         place: Place,
     ) -> None:
-        super().__init__(parts, paged, place)
-        self.pool = pool
-        for part in parts:
-            if part.item.is_first:
-                pool.begin(part.item)
+        super().__init__(parts, pool, paged, place)
         self.keys = {part.item.slot: self._keys(part) for part in parts}
 
     def _keys(self, part: PrefillPart) -> list[Tensor | None]:

@@ -14,7 +14,22 @@ from mamba_eagle.layers.block_attention import BlockAttention, block_mask
 from mamba_eagle.layers.context import AttentionView
 
 
-class TritonTreeAttention:
+class TritonNodes:
+    """Attention of nodes to the prefix of their request and to each other."""
+
+    pool: KVPool
+    sequences: tuple[Tensor, Tensor, Tensor]  # slot table, request slots, lengths of prefixes
+    nodes: tuple[Tensor, Tensor]  # their KV slots, and which of them each one sees
+
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D], of all new nodes -> [n, heads, D]."""
+        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
+        return paged_tree_attention(
+            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
+        )
+
+
+class TritonTreeAttention(TritonNodes):
     """Attention of tree nodes to the tokens before the root and to their ancestors."""
 
     def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
@@ -24,15 +39,8 @@ class TritonTreeAttention:
         masks = pack_paths(nodes.ancestors) if bits is None else bits[..., None]
         self.nodes = (nodes.kv_slots.contiguous(), masks)
 
-    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
-        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return paged_tree_attention(
-            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
-        )
 
-
-class TritonLanes(LaneAttention):
+class TritonLanes(TritonNodes, LaneAttention):
     """The lanes of a request are a forest that follows its prefix, in spare slots of the pool."""
 
     def __init__(
@@ -50,12 +58,6 @@ class TritonLanes(LaneAttention):
         )
         self.masks = self.nodes.masks
         self.used += above.shape[1]
-
-    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return paged_tree_attention(
-            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
-        )
 
 
 class TritonBlocks:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.journals import Places, SavedJournals
+from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import layer_rows
 from mamba_eagle.backend.state import SchemeSize
@@ -72,11 +72,6 @@ class ExactPrefillContext(PlannedPrefill):
 
 class ExactJournals(SavedJournals):
     """A replay is a prompt whose step sizes are known."""
-
-    def write(self, layer: Any, places: Places, channels: Tensor, raw: Tensor) -> None:
-        at = (layer.index, places.slots, places.rows)
-        self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
-        self.gates[at] = self._gates(layer, raw[places.tokens])
 
     def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
         count = part.end - part.start

@@ -24,8 +24,7 @@ from mamba_eagle.kernels.ssd.triton import scan
 
 
 class PlannedPrefill(PrefillContext):
-    """The kernels read the initial state from the state slot that holds it; only the feature is
-    copied."""
+    """What kernels read of all layers is made once."""
 
     def __init__(
         self,
@@ -34,11 +33,7 @@ class PlannedPrefill(PrefillContext):
         paged: NewTokenAttention | None,
         place: Place,
     ) -> None:
-        super().__init__(parts, paged, place)
-        self.pool = pool
-        for part in parts:
-            if part.item.is_first:
-                pool.begin_feature(part.item)
+        super().__init__(parts, pool, paged, place)
         self.plan = prefill_plan([prompt_of(part) for part in parts], place.to_device)
 
     def round_keys(self, ends: list[tuple[int, int]]) -> Tensor | None:

@@ -8,16 +8,9 @@ token for token t of a drafter, whose vocabulary may be a part of the target's. 
 lower t comes first.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-
-class Top(NamedTuple):
-    """One row, best first."""
-
-    log_probs: list[float]
-    tokens: list[int]  # the target's
+from mamba_eagle.kernels.top_log_probs.naive import Top, top_log_probs
 
 
 def top_noisy(
@@ -31,7 +24,5 @@ def top_noisy(
     scores = list(logits)
     if temperature > 0.0:
         scores = [x / temperature + noise(token) for x, token in zip(logits, ids, strict=True)]
-    largest = max(scores)
-    log_total = largest + math.log(math.fsum(math.exp(x - largest) for x in scores))
-    best = sorted(range(len(scores)), key=lambda t: (-scores[t], t))[:k]
-    return Top([scores[t] - log_total for t in best], [ids[t] for t in best])
+    log_probs, best = top_log_probs(scores, k)
+    return Top(log_probs, [ids[t] for t in best])
