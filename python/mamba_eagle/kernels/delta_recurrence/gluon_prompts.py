@@ -120,7 +120,7 @@ def scan(
     y = torch.empty(len(convolved), width, dtype=convolved.dtype, device=convolved.device)
     _scan_kernel[(width // tile, len(plan.requests))](
         *(convolved, gates, state, y, plan.requests, plan.segments, state.stride(0)),
-        **dict(zip("HPGN", sizes, strict=True)),
+        **sizes.constants,
         TILE=tile,
         EPS=eps,
         num_warps=warps,

@@ -211,7 +211,7 @@ def tree_verify(
     lengths = (T, rows.u.shape[1], step.journal.shape[1], state.stride(0))
     _verify_kernel[(width // tile, b)](
         *(gates, convolved, *rows, state, y, *tables, *lengths),
-        **dict(zip("HPGN", sizes, strict=True)),
+        **sizes.constants,
         TILE=tile,
         NODES=next_power_of_2(T),
         BITS=None if T == 1 else masks,

@@ -352,13 +352,13 @@ def tree_verify(
     Returns: [b*T, H*P], dtype of ``convolved``.
     Raises: ValueError for trees of more than 64 nodes.
     """
-    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    (b, T), H, P = step.rows.shape, sizes.heads, sizes.head_dim
     if T > MAX_NODES:
         raise ValueError(f"a tree of {T} nodes: at most {MAX_NODES} are supported")
     M = step.journal.shape[1]
     padded, journal = max(16, next_power_of_2(T)), max(16, next_power_of_2(M))
-    form = {"H": H, "P": P, "G": G, "N": N, "JP": journal}
-    form |= {"CHANNELS": has_channel_decay(rows, sizes), **overlapping(state.device)}
+    form = {"JP": journal, "CHANNELS": has_channel_decay(rows, sizes)}
+    form |= {**sizes.constants, **overlapping(state.device)}
     made = _node_weights(rows, gates, convolved, step, {**form, "TP": padded, "EPS": eps})
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
     tile, warps = config or choose_config(P, T)

@@ -98,9 +98,9 @@ def fold_journals(rows: DeltaRows, state: Tensor, folds: Folds, sizes: Sizes, ep
         state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
         eps: as in ``tree_verify``.
     """
-    (layers, R, W, _), (b, M), (H, P, G, N) = rows.u.shape, folds.journal.shape, sizes
-    tile, part = value_tile(P), min(64, N)
-    _fold_kernel[(H * P // tile, N // part, layers)](
+    (layers, R, W, width), (b, M) = rows.u.shape, folds.journal.shape
+    tile, part = value_tile(sizes.head_dim), min(64, sizes.state_size)
+    _fold_kernel[(width // tile, sizes.state_size // part, layers)](
         *rows,
         state,
         *folds,
@@ -109,10 +109,7 @@ def fold_journals(rows: DeltaRows, state: Tensor, folds: Folds, sizes: Sizes, ep
         W,
         state.shape[1],
         M,
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         JP=max(16, next_power_of_2(M)),
         TILE=tile,
         PART=part,

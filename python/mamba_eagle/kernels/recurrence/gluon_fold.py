@@ -87,7 +87,7 @@ def fold_journals(
     (b, M), tile = folds.journal.shape, 16 if sizes.state_size <= 128 else 8
     _fold_kernel[(sizes.heads * sizes.head_dim // tile, layers, b)](
         *(x, keys, gates, A, state, *folds[:4], R, W, state.shape[1], M),
-        **dict(zip("HPGN", sizes, strict=True)),
+        **sizes.constants,
         TILE=tile,
         num_warps=1,
     )

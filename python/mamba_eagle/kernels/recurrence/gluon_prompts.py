@@ -239,7 +239,7 @@ def scan(
     _scan_kernel[(H * P // (tile + rest), len(plan.requests))](
         *(x, B, C, dt, A, D, state, y, plan.requests, plan.segments),
         *(x.stride(0), B.stride(0), C.stride(0), *dt.stride(), state.stride(0)),
-        **dict(zip("HPGN", sizes, strict=True)),
+        **sizes.constants,
         TILE=tile,
         REST=rest,
         num_warps=warps,

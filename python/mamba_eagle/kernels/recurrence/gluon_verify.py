@@ -270,7 +270,7 @@ def tree_verify(
     lengths = (T, buffers.xB.shape[1], M, state.stride(0))
     _verify_kernel[(H * P // (tile + rest), b)](
         *(buffers.xB, buffers.dt, C, A, D, state, y, *tables, *lengths),
-        **dict(zip("HPGN", sizes, strict=True)),
+        **sizes.constants,
         TILE=tile,
         REST=rest,
         J=min(padded, MAX_ROWS),

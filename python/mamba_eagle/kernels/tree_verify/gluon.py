@@ -287,7 +287,7 @@ def tree_verify(
     """
     if not supports(buffers, step, sizes):
         return by_compiler.tree_verify(buffers, C, D, state, step, sizes, layer=layer)
-    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    (b, T), (H, P, _, N) = step.rows.shape, sizes
     W, M = buffers.xB.shape[1], step.journal.shape[1]
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
     if tiles is None:
@@ -308,10 +308,7 @@ def tree_verify(
         W,
         M,
         state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         TP=8 if T <= 8 else 16,
         J=max(16, next_power_of_2(T + M)),
         TILES=tiles,

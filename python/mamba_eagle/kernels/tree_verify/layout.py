@@ -29,6 +29,11 @@ class Sizes(NamedTuple):
     groups: int
     state_size: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """As kernels name them."""
+        return dict(zip("HPGN", self, strict=True))
+
 
 class RowBuffers(NamedTuple):
     """The row buffers of all request slots, of one layer or (with a leading dimension) of all."""

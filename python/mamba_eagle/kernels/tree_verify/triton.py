@@ -401,9 +401,8 @@ def _launch_one_node(
     sizes: Sizes,
     config: Config,
 ) -> None:
-    H, P, G, N = sizes
     W, (b, M) = buffers.xB.shape[1], step.journal.shape
-    _one_node_kernel[(H * P // config.tile, b)](
+    _one_node_kernel[(sizes.heads * sizes.head_dim // config.tile, b)](
         *buffers,
         C,
         D,
@@ -414,10 +413,7 @@ def _launch_one_node(
         W,
         M,
         state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         J=next_power_of_2(1 + M),
         TILE=config.tile,
         EARLY=config.early,
@@ -438,7 +434,7 @@ def _launch(
     folding: bool,
     layer: int,
 ) -> None:
-    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    (b, T), (H, P, _, N) = step.rows.shape, sizes
     W, M = buffers.xB.shape[1], step.journal.shape[1]
     state_rows = None
     if config.bulk:
@@ -460,10 +456,7 @@ def _launch(
         W,
         M,
         state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         TP=max(16, next_power_of_2(T)),
         J=max(16, next_power_of_2(T + M)),
         TILE=config.tile,

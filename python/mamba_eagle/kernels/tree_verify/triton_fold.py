@@ -103,9 +103,8 @@ def fold_journals(buffers: RowBuffers, state: Tensor, folds: Folds, sizes: Sizes
     Raises: ValueError when the channels of a group cannot be divided into tiles.
     """
     layers, R, W, _ = buffers.xB.shape
-    H, P, G, N = sizes
     (b, M), tile = folds.journal.shape, min(32, channel_tiles(sizes)[-1])
-    _fold_kernel[(H * P // tile, layers, b)](
+    _fold_kernel[(sizes.heads * sizes.head_dim // tile, layers, b)](
         *buffers,
         state,
         *folds[:4],
@@ -114,10 +113,7 @@ def fold_journals(buffers: RowBuffers, state: Tensor, folds: Folds, sizes: Sizes
         W,
         state.shape[1],
         M,
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         J=max(16, next_power_of_2(M)),
         TILE=tile,
         PRECISION="tf32x3" if buffers.xB.dtype == torch.float32 else "tf32",

@@ -134,10 +134,7 @@ def snapshot_verify(
         T,
         buffers.xB.shape[1],
         state.stride(0),
-        H=H,
-        P=P,
-        G=G,
-        N=N,
+        **sizes.constants,
         TILE=config.tile,
         num_warps=config.warps,
     )
