@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,10 +39,12 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mamba_eagle.message.lifetime import die_with_parent
+
 log = logging.getLogger("mamba_eagle.runner")
 
 MAX_BUILDERS = 16
-BUILDER = "mamba_eagle.backend.triton.builder"
+BUILDER = "mamba_eagle.backend.triton.builds"  # this file, run by itself: ``main``
 SIZES = ("shape", "strides")  # of a tensor descriptor: a kernel serves all
 
 
@@ -177,6 +180,27 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+def main() -> None:
+    """A process that compiles: a build per line of standard input, an answer per line of output.
+
+    Not of multiprocessing, whose processes would run the parent's main script once more.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when this process ends
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    for line in sys.stdin:
+        module, name, data, target = json.loads(line)
+        try:
+            compile_build(Build(module, name, data, tuple(target)))
+            problem = ""
+        except Exception as error:  # the launch that needs the kernel raises it again
+            problem = f"{name}: {error!r}"
+        print(json.dumps(problem), file=answers, flush=True)
+
+
 class Builders:
     """Processes that compile. Made early: while weights are loaded, they import what they need."""
 
@@ -252,3 +276,7 @@ def _digest(about: str) -> str:
     for path in sorted([*package.glob("kernels/**/*.py"), *package.glob("backend/**/*.py")]):
         seen.update(path.read_bytes())
     return seen.hexdigest()[:32]
+
+
+if __name__ == "__main__":
+    main()
