@@ -10,7 +10,6 @@ from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.cpu.abi import Append
 from mamba_eagle.cpu.ops import draft_tree as cpu
-from mamba_eagle.cpu.span_kernels import Call
 from mamba_eagle.cpu.spans.steps import APPEND
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.tree.accept import Truncated
@@ -60,9 +59,8 @@ class CpuPendingEntries(PendingEntries):
         super().__init__(table, size)
         requests, places, features = self.features.shape
         self._counted = (table.remaining.numpy(), self.pending.numpy())
-        own = Append(size=features, R=requests, places=places)
+        own = self._append = Append(size=features, R=requests, places=places)
         own.point(waiting_tokens=self.tokens, waiting=self.features, pending=self.pending)
-        self._call = Call(APPEND, own)
 
     def waiting(self, slots: list[int]) -> list[int]:
         remaining, pending = self._counted
@@ -79,9 +77,9 @@ class CpuPendingEntries(PendingEntries):
         entries = entry_features(features.flatten(0, 1)).unflatten(0, features.shape[:2])
         new = (slots, accepted.nodes, accepted.tokens, accepted.count, entries)
         kept = [part.contiguous() for part in new]
-        given = self._call.arguments
+        given = self._append
         given.slots, given.nodes, given.tokens, given.count, given.entries = (
             part.data_ptr() for part in kept
         )
         given.b, given.T, given.D = *features.shape[:2], accepted.nodes.shape[1]
-        self._call.run(1, 0)
+        APPEND(1, 0, given)

@@ -77,16 +77,3 @@ def vector_kernel(name: str, code: Any) -> SpanKernel:
     function = FunctionType(_vector_code_alone.__code__, own, name)
     function.__qualname__ = name
     return SpanKernel(function)
-
-
-class Call:
-    """A kernel with its arguments, of which most stay from call to call: a decode step makes a
-    hundred calls, so each microsecond counts. Not for two threads at the same time."""
-
-    def __init__(self, kernel: SpanKernel, arguments: Any) -> None:
-        """arguments: the kernel's block."""
-        kernel.prepare()
-        self.kernel, self.arguments, self.address = kernel, arguments, arguments.address
-
-    def run(self, units: int, work: int) -> None:
-        self.kernel.run(units, work, self.address)

@@ -15,7 +15,6 @@ from torch import Tensor
 from mamba_eagle.cpu import vector_math as numba_math
 from mamba_eagle.cpu.layer_ops import CpuOps
 from mamba_eagle.cpu.products import naive as linear_naive
-from mamba_eagle.cpu.products import panels as linear_cpu
 from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
@@ -79,7 +78,7 @@ def test_all_bfloat16_numbers_are_widened() -> None:
     assert torch.equal(widened.nan_to_num(7.0), numbers.nan_to_num(7.0))
     finite = numbers.isfinite()
     weight = numbers.bfloat16()[finite, None]  # an output each, of the number 1
-    found = linear_cpu.product(torch.ones(1, 1), linear_cpu.panels(weight), len(weight))
+    found = PanelProduct(weight)(torch.ones(1, 1), None)
     assert torch.equal(found[0], numbers[finite])
 
 

@@ -134,7 +134,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(
 def test_panels_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     weight = normal(70, 1030, seed=1).to(dtype)
     x = normal(13, 1030, seed=2)
-    found = linear.product(x, linear.panels(weight), 70)
+    found = PanelProduct(weight)(x, None)
     exact = x.double() @ weight.double().t()
     assert float((found - exact).norm() / exact.norm()) < 1e-6
     ids = torch.tensor([69, 3])
@@ -179,7 +179,7 @@ def test_matrices_without_a_product_are_named() -> None:
     assert not multiplies(GroupedMatrix(eight.codes, eight.scale, eight.scale))
 
 
-EIGHT, FOUR = (cpu.Form(bits, wide=False, minimum=False) for bits in (8, 4))
+EIGHT, FOUR = (cpu.Form(bits, wide=False, minimum=bits == 4) for bits in (8, 4))
 FOR_BYTES, FOR_PAIRS = (cpu.grouped_product(EIGHT, dots) for dots in (cpu.byte_dots, cpu.PairDots))
 FOR_HALVES = cpu.grouped_product(FOUR, cpu.PairDots)
 
@@ -207,5 +207,6 @@ def test_other_processors_compute_the_same_bits(
     product = GroupedProduct(groups(normal(40, 96, seed=1)))
     x = 5 * normal(7, 96, seed=2)
     here = product(x, None)
-    monkeypatch.setattr(cpu, "product_of", lambda weight: SpanKernel(function))
+    monkeypatch.setattr(product, "kernel", kernel := SpanKernel(function))
+    kernel.prepare()
     assert torch.equal(product(x, None), here)

@@ -17,7 +17,6 @@ from tiny_model import load_model
 from torch import nn
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.cpu.products import panels as linear
 from mamba_eagle.cpu.products.packed import (
     GroupedProduct,
     PanelProduct,
@@ -101,7 +100,7 @@ def test_prompts_are_multiplied_in_bfloat16_where_that_is_asked_for(folder: Path
     assert 1e-4 < float((logits(model) - exact).norm() / exact.norm()) < 0.05
     product, x = model.lm_head.packed, torch.randn(9, model.config.hidden_size)
     assert isinstance(product, PromptProduct)
-    assert torch.equal(product(x, None), linear.product(x, product.weight, product.outputs))
+    assert torch.equal(product(x, None), PanelProduct.multiply(product, x))
 
 
 @pytest.mark.parametrize("mode", ["auto", "int8", "int4"])

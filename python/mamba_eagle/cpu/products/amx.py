@@ -32,9 +32,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.products.panels import BLOCKS, BYTES_PER_NS, PANEL, panels
+from mamba_eagle.cpu.products.panels import BLOCKS, PANEL, panels
 from mamba_eagle.cpu.products.panels import rows_of as rows_of_panels
-from mamba_eagle.cpu.span_kernels import Call, SpanKernel, vector_kernel
+from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
     FLOATS,
@@ -305,33 +305,3 @@ def _split_rows(arguments, first, last):  # noqa: ANN001, ANN202
 
 
 SPLIT, PRODUCT = SpanKernel(_split_rows), vector_kernel("paired_weights", _product())
-
-
-class Product:
-    """y = x Wᵀ with paired panels of ``outputs`` outputs."""
-
-    per_ns = PRODUCTS_PER_NS
-
-    def __init__(self, weight: Tensor, outputs: int) -> None:
-        self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
-        self.inputs, self.width = 2 * weight.shape[1], weight.shape[0] * PANEL
-        self.read_ns = weight.nbytes // BYTES_PER_NS
-        self.split = Call(SPLIT, abi.Split(inputs=self.inputs))
-        own = abi.Product(weight=weight.data_ptr(), inputs=self.inputs, width=self.width)
-        self.call = Call(PRODUCT, own)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] float32 -> [n, outputs]."""
-        if not x.is_contiguous():
-            x = x.contiguous()
-        n = x.shape[0]
-        parts = torch.empty(parts_bytes(n, self.inputs), dtype=torch.uint8)
-        y = torch.empty(n, self.width)
-        given = self.split.arguments
-        given.x, given.parts = x.data_ptr(), parts.data_ptr()
-        self.split.run(n, n * self.inputs // SPLIT_PER_NS)
-        given = self.call.arguments
-        given.x, given.y, given.rows = parts.data_ptr(), y.data_ptr(), n
-        multiplying = n * self.inputs * self.width // PRODUCTS_PER_NS
-        self.call.run(self.count, max(self.read_ns, multiplying))
-        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import transpose
-from mamba_eagle.cpu.span_kernels import Call, SpanKernel, vector_kernel
+from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
     F32,
     FLOATS,
@@ -356,43 +356,3 @@ def _round_span(arguments, first, last):  # noqa: ANN001, ANN202
 
 
 ROUND = SpanKernel(_round_span)
-
-
-class Product:
-    """y = x Wᵀ for x rounded to int8, with a weight of ``outputs`` outputs."""
-
-    per_ns = PRODUCTS_PER_NS
-
-    def __init__(self, weight: Blocks, outputs: int) -> None:
-        self.weight, self.outputs = weight, outputs
-        self.count, self.inputs = len(weight.codes), weight.inputs
-        self.width = self.count * LANES
-        self._bytes = self.inputs + 8 * (self.inputs // GROUP)  # of a rounded row
-        own = abi.GroupedProduct(groups=self.inputs // GROUP, width=self.width)
-        own.point(codes=weight.codes, weight_scale=weight.scale)
-        if weight.minimum is not None:
-            own.point(weight_minimum=weight.minimum)
-        self.read_ns = weight.nbytes // BYTES_PER_NS
-        self.call = Call(product_of(weight), own)
-        ROUND.prepare()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] float32 -> [n, outputs]."""
-        if not x.is_contiguous():
-            x = x.contiguous()
-        n, call = x.shape[0], self.call
-        y, rounded = torch.empty(n, self.width), torch.empty(n * self._bytes, dtype=torch.uint8)
-        given, numbers = call.arguments, rounded.data_ptr()
-        scales = numbers + n * self.inputs
-        totals = scales + n * self.inputs * 4 // GROUP
-        given.numbers, given.scale, given.total = numbers, scales, totals
-        given.x, given.y, given.rows = x.data_ptr(), y.data_ptr(), n
-        ROUND.run(n, n * self.inputs // ROUNDED_PER_NS, call.address)
-        products_ns = n * self.inputs * self.width // PRODUCTS_PER_NS
-        call.run(self.count, max(self.read_ns, products_ns))
-        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
-
-
-def product(x: Tensor, weight: Blocks, outputs: int) -> Tensor:
-    """One such product."""
-    return Product(weight, outputs)(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import PAIR, place_in_pairs, transpose
-from mamba_eagle.cpu.span_kernels import Call, vector_kernel
+from mamba_eagle.cpu.span_kernels import vector_kernel
 from mamba_eagle.cpu.vectors.code import F32, HALF, I16, I32, I64, LANES, Code, has, vector_code
 
 BLOCKS = 4  # of outputs, per panel
@@ -165,32 +165,3 @@ PRODUCTS = {
     torch.float16: vector_kernel("half_weights", _product("half")),
     torch.float32: vector_kernel("float_weights", _product("float")),
 }
-
-
-class Product:
-    """y = x Wᵀ with panels of ``outputs`` outputs."""
-
-    per_ns = PRODUCTS_PER_NS
-
-    def __init__(self, weight: Tensor, outputs: int) -> None:
-        self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
-        self.inputs, self.width = weight.shape[1], weight.shape[0] * PANEL
-        self.read_ns = weight.nbytes // BYTES_PER_NS
-        own = abi.Product(weight=weight.data_ptr(), inputs=self.inputs, width=self.width)
-        self.call = Call(PRODUCTS[weight.dtype], own)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] float32 -> [n, outputs]."""
-        if not x.is_contiguous():
-            x = x.contiguous()
-        n, call = x.shape[0], self.call
-        y = torch.empty(n, self.width)
-        given = call.arguments
-        given.x, given.y, given.rows = x.data_ptr(), y.data_ptr(), n
-        call.run(self.count, max(self.read_ns, n * self.inputs * self.width // PRODUCTS_PER_NS))
-        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
-
-
-def product(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    """One such product."""
-    return Product(weight, outputs)(x)

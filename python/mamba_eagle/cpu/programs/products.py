@@ -44,23 +44,22 @@ class Calls:
 
     def product(self, layer: Linear, x: str, y: str) -> int:
         """Returns the columns of its result, y in the scratch."""
-        packed = layer.packed
-        assert isinstance(packed, OwnProduct)
-        product = packed.product
+        product = layer.packed
+        assert isinstance(product, OwnProduct)
         self.scratch.want(y, product.width * 4)
-        kind = type(product.call.arguments)
-        own = kind.from_buffer_copy(product.call.arguments)
+        kind = type(product.block)
+        own = kind.from_buffer_copy(product.block)
         call = Call(
-            product.call.kernel, own, units=product.count, rows_at=own.address + kind.rows.offset,
+            product.kernel, own, units=product.units, rows_at=own.address + kind.rows.offset,
             work=product.read_ns,
             work_per_row=product.inputs * product.width // product.per_ns,
         )  # fmt: skip
         call.lies(y=y)
-        if isinstance(product, grouped.Product):
+        if isinstance(product, GroupedProduct):
             lies_rounded(call, own, product.inputs)
         else:
-            call.lies(x=PARTS if isinstance(product, cpu_tiles.Product) else x)
-        call.kept.append(packed)
+            call.lies(x=PARTS if isinstance(product, TileProduct) else x)
+        call.kept.append(product)
         self.calls.append(call)
         if self.row_slots is not None and layer.additions is not None:
             for added in layer.additions.parts:
@@ -107,4 +106,4 @@ def is_called(layer: Linear) -> bool:
 
 def width_of(layer: Linear) -> int:
     """Columns of a product's result, padding included."""
-    return cast(Any, layer.packed).product.width
+    return cast(OwnProduct, layer.packed).width
