@@ -264,9 +264,7 @@ class _Tile:
         code, b = self.code, self.code.builder
         numbers, scale, total, codes, w_scale, w_minimum, y = pointers
         groups, width = sizes
-        sums = code.variables(len(self.rows))
-        for place in sums:
-            b.store(FLOATS([0.0] * LANES), place)
+        sums = code.holding([FLOATS([0.0] * LANES)] * len(self.rows))
         rows = [b.add(row, I64(r)) for r in self.rows]
         given = [
             (

@@ -82,6 +82,13 @@ class Code:
         """Places for vectors of sums; LLVM keeps them in registers."""
         return [cgutils.alloca_once(self.builder, self.of(F32)) for _ in range(count)]
 
+    def holding(self, values: list[Any]) -> list[Any]:
+        """The same with these vectors in them."""
+        made = self.variables(len(values))
+        for place, value in zip(made, values, strict=True):
+            self.builder.store(value, place)
+        return made
+
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
         """x · y + z, rounded once where the processor can."""
         if not has("fma", "neon"):

@@ -7,11 +7,10 @@ registers. A sum is added up in the same order whatever is beside it.
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.extending import intrinsic
 
-from mamba_eagle.cpu.vectors.code import has
+from mamba_eagle.cpu.vectors.code import F32, I32, I64, Code, has, ir
 from mamba_eagle.machine_code import CHECKED
 
 # float32 numbers per vector register, and sums that leave room for their factors in 32 or 16
@@ -21,14 +20,12 @@ COLUMNS = LANES // ROWS  # and of the right
 WIDTH = 4 * LANES  # of ``add_four_rows``
 
 
-class _Code:
-    """A builder with what the functions here are written in. Indices are of elements."""
+class _Code(Code):
+    """What the functions here are written in: vectors fill a register, indices are of elements."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        self.context, self.builder = context, builder
-        self.signature, self.arguments = signature, arguments
-        self.index, self.number = ir.IntType(64), ir.FloatType()
-        self.vector = ir.VectorType(self.number, LANES)
+        super().__init__(builder, LANES)
+        self.context, self.signature, self.arguments = context, signature, arguments
         self.sizes: dict[int, tuple[Any, Any]] = {}  # of arguments: data and number of elements
 
     def data(self, place: int) -> Any:
@@ -45,54 +42,35 @@ class _Code:
         if not CHECKED:
             return
         b, (_, size) = self.builder, self.sizes[id(base)]
-        before = b.icmp_signed("<", at, ir.Constant(self.index, 0))
+        before = b.icmp_signed("<", at, I64(0))
         behind = b.icmp_signed(">", self.add(at, count), size)
         with b.if_then(b.or_(before, behind), likely=False):
-            trap = ir.FunctionType(ir.VoidType(), [])
-            b.call(cgutils.get_or_insert_function(b.module, trap, "llvm.trap"), [])
+            self.call("llvm.trap", ir.VoidType())
 
     def add(self, at: Any, steps: int) -> Any:
-        return self.builder.add(at, ir.Constant(self.index, steps))
-
-    def times(self, at: Any, factor: int) -> Any:
-        return self.builder.mul(at, ir.Constant(self.index, factor))
+        return self.builder.add(at, I64(steps))
 
     def element(self, base: Any, at: Any) -> Any:
         self.check(base, at, 1)
         return self.builder.load(self.builder.gep(base, [at]))
 
-    def place(self, base: Any, at: Any) -> Any:
-        """Of a vector."""
+    def floats(self, base: Any, at: Any) -> Any:
+        """A vector."""
         self.check(base, at, LANES)
-        return self.builder.bitcast(self.builder.gep(base, [at]), self.vector.as_pointer())
+        return self.vector(base, at, F32)
 
-    def load(self, base: Any, at: Any) -> Any:
-        return self.builder.load(self.place(base, at), align=4)
+    def store(self, value: Any, pointer: Any, index: Any) -> None:
+        self.check(pointer, index, LANES)
+        super().store(value, pointer, index)
 
-    def store(self, value: Any, base: Any, at: Any) -> None:
-        self.builder.store(value, self.place(base, at), align=4)
-
-    def splat(self, scalar: Any) -> Any:
-        b, empty = self.builder, ir.Constant(self.vector, ir.Undefined)
-        single = b.insert_element(empty, scalar, ir.Constant(ir.IntType(32), 0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        return b.shuffle_vector(single, empty, zeros)
-
-    def lanes(self, vector: Any, wanted: range) -> Any:
+    def lanes_of(self, vector: Any, wanted: range) -> Any:
         """Some lanes of a vector as a shorter one."""
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(wanted)), list(wanted))
+        mask = ir.Constant(ir.VectorType(I32, len(wanted)), list(wanted))
         return self.builder.shuffle_vector(vector, vector, mask)
 
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
         product = self.builder.fmul(x, y, flags=("contract",))
         return self.builder.fadd(z, product, flags=("contract",))
-
-    def variables(self, values: list[Any]) -> list[Any]:
-        """Places for vectors; LLVM keeps them in registers."""
-        made = [cgutils.alloca_once(self.builder, self.vector) for _ in values]
-        for place, value in zip(made, values, strict=True):
-            self.builder.store(value, place)
-        return made
 
 
 def sums_across(builder: Any, vectors: list[Any]) -> Any:
@@ -115,7 +93,7 @@ def _halves(lanes: int, width: int, first: int) -> Any:
     those of another one."""
     own = [run + first + lane for run in range(0, lanes, width) for lane in range(width // 2)]
     mask = own + [lanes + lane for lane in own]
-    return ir.Constant(ir.VectorType(ir.IntType(32), lanes), mask)
+    return ir.Constant(ir.VectorType(I32, lanes), mask)
 
 
 def _products(rows: int) -> Any:
@@ -127,27 +105,27 @@ def _products(rows: int) -> Any:
         out, factors, left, right, ids = (code.data(place) for place in (0, 3, 5, 8, 11))
         _, out_at, out_row, _, factor_at, _, left_at, left_row = arguments[:8]
         _, right_at, right_row, _, first, count = arguments[8:]
-        zero = ir.Constant(code.vector, [0.0] * LANES)
-        sums = code.variables([zero] * LANES)
-        lefts = [builder.add(left_at, code.times(left_row, r)) for r in range(rows)]
+        zero = ir.Constant(code.of(F32), [0.0] * LANES)
+        sums = code.holding([zero] * LANES)
+        lefts = [builder.add(left_at, code.times(left_row, I64(r))) for r in range(rows)]
         rights = []
         for column in range(columns):
             row = code.element(ids, code.add(first, column))
             rights.append(builder.add(right_at, builder.mul(row, right_row)))
-        with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
-            at = code.times(loop.index, LANES)
-            own = [code.load(left, builder.add(place, at)) for place in lefts]
-            others = [code.load(right, builder.add(place, at)) for place in rights]
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            at = code.times(loop.index, I64(LANES))
+            own = [code.floats(left, builder.add(place, at)) for place in lefts]
+            others = [code.floats(right, builder.add(place, at)) for place in rights]
             for i, place in enumerate(sums):
                 x, y = own[i // columns], others[i % columns]
                 builder.store(code.multiply_add(x, y, builder.load(place)), place)
         total = sums_across(builder, [builder.load(place) for place in sums])
-        part = ir.VectorType(code.number, columns)
+        part = ir.VectorType(F32, columns)
         for r in range(rows):
-            own_sums = code.lanes(total, range(r * columns, (r + 1) * columns))
+            own_sums = code.lanes_of(total, range(r * columns, (r + 1) * columns))
             factor = code.element(factors, code.add(factor_at, r))
-            factor = code.lanes(code.splat(factor), range(columns))
-            at = builder.add(out_at, code.times(out_row, r))
+            factor = code.lanes_of(code.splat(factor), range(columns))
+            at = builder.add(out_at, code.times(out_row, I64(r)))
             code.check(out, at, columns)
             place = builder.bitcast(builder.gep(out, [at]), part.as_pointer())
             before = builder.load(place, align=4)
@@ -169,18 +147,18 @@ def _sums(rows: int, vectors: int) -> Any:
         for begin in range(0, vectors, share):
             columns = [v * LANES for v in range(begin, begin + share)]
             places = [
-                code.add(builder.add(out_at, code.times(out_row, r)), column)
+                code.add(builder.add(out_at, code.times(out_row, I64(r))), column)
                 for r in range(rows)
                 for column in columns
             ]
-            sums = code.variables([code.load(out, place) for place in places])
+            sums = code.holding([code.floats(out, place) for place in places])
             with cgutils.for_range(builder, count) as loop:
                 own = builder.mul(code.element(ids, loop.index), right_row)
                 own = builder.add(at, own)
-                values = [code.load(right, code.add(own, column)) for column in columns]
+                values = [code.floats(right, code.add(own, column)) for column in columns]
                 weight = builder.add(weight_at, builder.mul(loop.index, weight_step))
                 for r in range(rows):
-                    place = builder.add(weight, code.times(weight_row, r))
+                    place = builder.add(weight, code.times(weight_row, I64(r)))
                     factor = code.splat(code.element(weights, place))
                     for value, total in zip(values, sums[r * share : (r + 1) * share]):
                         grown = code.multiply_add(factor, value, builder.load(total))
@@ -197,25 +175,25 @@ def _convolution(context: Any, builder: Any, signature: Any, arguments: Any) -> 
     code = _Code(context, builder, signature, arguments)
     out, taps, right, ids = (code.data(place) for place in (0, 1, 3, 4))
     _, _, size, _, _, count = arguments
-    begin = code.index(0)
+    begin = I64(0)
     for vectors in (4, 1):  # that share a look at which rows there are
         width = vectors * LANES
-        runs = builder.udiv(builder.sub(size, begin), code.index(width))
+        runs = builder.udiv(builder.sub(size, begin), I64(width))
         with cgutils.for_range(builder, runs) as loop:
-            at = builder.add(begin, code.times(loop.index, width))
+            at = builder.add(begin, code.times(loop.index, I64(width)))
             places = [code.add(at, v * LANES) for v in range(vectors)]
             bias = builder.mul(count, size)
-            totals = code.variables([code.load(taps, builder.add(p, bias)) for p in places])
+            totals = code.holding([code.floats(taps, builder.add(p, bias)) for p in places])
             with cgutils.for_range(builder, count) as inner:
                 tap = builder.mul(builder.sub(code.add(count, -1), inner.index), size)
                 row = code.element(ids, inner.index)
                 for place, total in zip(places, totals, strict=True):
-                    weight = code.load(taps, builder.add(place, tap))
-                    value = code.load(right, builder.add(place, row))
+                    weight = code.floats(taps, builder.add(place, tap))
+                    value = code.floats(right, builder.add(place, row))
                     builder.store(code.multiply_add(weight, value, builder.load(total)), total)
             for place, total in zip(places, totals, strict=True):
                 code.store(builder.load(total), out, place)
-        begin = builder.add(begin, code.times(runs, width))
+        begin = builder.add(begin, code.times(runs, I64(width)))
     return context.get_dummy_value()
 
 
@@ -223,11 +201,11 @@ def _lanes(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """``add_up_lanes`` in LLVM's language."""
     code = _Code(context, builder, signature, arguments)
     out, numbers, count = code.data(0), code.data(1), arguments[2]
-    (total,) = code.variables([ir.Constant(code.vector, [0.0] * LANES)])
-    with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
-        value = code.load(numbers, code.times(loop.index, LANES))
+    (total,) = code.holding([ir.Constant(code.of(F32), [0.0] * LANES)])
+    with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+        value = code.floats(numbers, code.times(loop.index, I64(LANES)))
         builder.store(builder.fadd(builder.load(total), value), total)
-    code.store(builder.load(total), out, code.index(0))
+    code.store(builder.load(total), out, I64(0))
     return context.get_dummy_value()
 
 
@@ -235,13 +213,13 @@ def _largest(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """``largest_of`` in LLVM's language."""
     code = _Code(context, builder, signature, arguments)
     numbers, (_, count) = code.data(0), arguments
-    (best,) = code.variables([ir.Constant(code.vector, [float("-inf")] * LANES)])
-    with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
-        value, before = code.load(numbers, code.times(loop.index, LANES)), builder.load(best)
+    (best,) = code.holding([ir.Constant(code.of(F32), [float("-inf")] * LANES)])
+    with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+        value, before = code.floats(numbers, code.times(loop.index, I64(LANES))), builder.load(best)
         above = builder.fcmp_ordered(">", value, before)
         builder.store(builder.select(above, value, before), best)
     found = builder.load(best)
-    lanes = [builder.extract_element(found, ir.IntType(32)(lane)) for lane in range(LANES)]
+    lanes = [builder.extract_element(found, I32(lane)) for lane in range(LANES)]
     while len(lanes) > 1:
         pairs = zip(lanes[::2], lanes[1::2], strict=True)
         lanes = [builder.select(builder.fcmp_ordered(">", x, y), x, y) for x, y in pairs]
