@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
-from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.prefill import positions_of, prefill_parts
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import (
@@ -20,9 +19,8 @@ from mamba_eagle.drafting.base import (
     draft_kv,
 )
 from mamba_eagle.drafting.block_trees import Block, BlockTrees, MarginalTrees
-from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
-from mamba_eagle.drafting.waiting import QueueingDrafter, Waiting
+from mamba_eagle.drafting.waiting import QueueingDrafter, max_without_rows
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import ModelConfig
@@ -48,23 +46,17 @@ class BlockDrafter(QueueingDrafter):
     """
 
     def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
-        config, net, backend = parts.config, model.config, parts.backend
+        config, backend = parts.config, parts.backend
         self.model, self.trees = model, trees
-        self.table, self.backend, self.place = parts.table, backend, backend.place
         self.embedding = parts.target.parts.embedding
         self.first_tap = parts.target.config.hidden_size
         requests = parts.table.processed.shape[0]
-        self.rows = model.block.num_rows(config.tree_shape.depth)
-        self.kv = draft_kv(net, parts, requests * self.rows)
-        spare = torch.arange(requests * self.rows, device=backend.device)
-        self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
-
-        most, added = max_without_rows(config), config.tree_shape.depth + 1
+        rows = model.block.num_rows(config.tree_shape.depth)
+        kv = draft_kv(model.config, parts, requests * rows)
         taps = len(model.block.taps) * model.block.target_hidden_size
-        entry = PendingSize(most + added, taps, backend.dtype, self.kv.padding_slot)
-        self.entries = backend.pending_entries(parts.table, entry)
-        longest = min(added + FEW_PLAIN_STEPS, most)
-        self.waiting = Waiting(self.entries, self.table, self.place, most, longest)
+        super().__init__(parts, kv, max_without_rows(config), taps)
+        spare = torch.arange(requests * rows, device=backend.device)
+        self.spare = (spare + kv.padding_slot + 1).view(requests, rows)
         self.on_device = backend.attention_on_device
 
     # ── following the sequences ──
@@ -78,9 +70,7 @@ class BlockDrafter(QueueingDrafter):
         positions = self.place.to_device(positions_of(parts))
         slots = [self.table.kv_slots[span.slot, span.start : end] for span, end in zip(spans, ends)]
         self._write(features[:, self.first_tap :], positions, torch.cat(slots))
-        own = self.place.to_device([item.slot for item in items])
-        self.entries.processed[own] = self.place.to_device(ends)
-        self.entries.pending.index_fill_(0, own, 0)
+        self.begin_prompts([item.slot for item in items], ends)
 
     def entry_features(self, features: Tensor) -> Tensor:
         return features[:, self.first_tap :]

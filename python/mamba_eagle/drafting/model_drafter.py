@@ -7,7 +7,6 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
-from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
@@ -18,16 +17,11 @@ from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepP
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
-from mamba_eagle.drafting.waiting import Kept, QueueingDrafter, Waiting
+from mamba_eagle.drafting.waiting import Kept, QueueingDrafter, max_pending, max_without_rows
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
-MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
-# Limit for drafters without recurrent state, which need no row per entry; large so that plain
-# decoding rarely has to stop for them. The slot table has room for 64 positions past a request.
-MAX_WITHOUT_ROWS = 62
-FEW_PLAIN_STEPS = 2  # plain steps whose entries a step with drafts can process without catch_up
 SPARE_ROWS = 8  # rows that make the journals of the drafter's own state longer, and folds rarer
 
 
@@ -35,17 +29,6 @@ def max_lanes(config: DraftSettings) -> int:
     """Lanes per request that pass through the network, which those of the last depth do not."""
     shape = config.tree_shape
     return shape.topk * max(shape.depth - 1, 0)
-
-
-def max_pending(config: DraftSettings) -> int:
-    """Most pending entries per request: those that plain steps may leave, plus those of one step
-    with drafts."""
-    return MAX_PENDING + config.tree_shape.depth + 1
-
-
-def max_without_rows(config: DraftSettings) -> int:
-    """The same limit for a drafter without recurrent layers."""
-    return max(max_pending(config), MAX_WITHOUT_ROWS)
 
 
 def draft_rows(config: DraftSettings) -> int:
@@ -85,27 +68,16 @@ class ModelDrafter(QueueingDrafter):
     def __init__(self, network: DraftNetwork, columns: Columns, parts: DraftParts) -> None:
         """columns: of the network's logits, which this rank has."""
         config, net, backend = parts.config, network.config, parts.backend
-        self.network, self.table, self.backend = network, parts.table, backend
+        requests, self.max_lanes = parts.table.processed.shape[0], max_lanes(config)
+        most = (max_without_rows if net.recurrence is None else max_pending)(config)
+        kv = draft_kv(net, parts, requests * self.max_lanes)
+        super().__init__(parts, kv, most, network.feature_size)
+        self.network = network
         self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
-        self.place = backend.place
-        self.max_lanes = max_lanes(config)
-        room = max_without_rows if net.recurrence is None else max_pending
-        self.max_pending = room(config)
-        requests = parts.table.processed.shape[0]
-        self.kv = draft_kv(net, parts, requests * self.max_lanes)
         self.pool = own_states(network, parts)
-        most, lanes = self.max_pending, self.max_lanes
         layers, carry = net.num_recurrent_layers, network.carry_size
-        size = SchemeSize(layers, carry, draft_rows(config), most, most, lanes)
+        size = SchemeSize(layers, carry, draft_rows(config), most, most, self.max_lanes)
         self.scheme = backend.state_scheme("deferred", net.recurrence, size, parts.table, self.pool)
-
-        # a step also writes entries past ``count``; hence the room past ``max_pending``
-        self.max_accepted = config.tree_shape.depth + 1
-        width = self.max_pending + self.max_accepted
-        entry = PendingSize(width, network.feature_size, backend.dtype, self.kv.padding_slot)
-        self.entries = backend.pending_entries(parts.table, entry)
-        longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
-        self.waiting = Waiting(self.entries, self.table, self.place, self.max_pending, longest)
         self.carry = self.pool.feature.new_zeros(requests, network.carry_size)
         self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or backend.attention_on_device
@@ -140,10 +112,8 @@ class ModelDrafter(QueueingDrafter):
             inputs = (tokens[None, span], entries[None, span], carry)
             outputs = self.network.run_entries(*inputs, ctx)[0]
             self._keep_carries(group, outputs[:, : self.network.carry_size])
-        slots = self.place.to_device([item.slot for item in items])
         ends = [item.start + len(item.token_ids) for item in items]
-        self.entries.processed[slots] = self.place.to_device(ends)
-        self.entries.pending.index_fill_(0, slots, 0)
+        self.begin_prompts([item.slot for item in items], ends)
         start_finished(self.scheme, items, self.place)
 
     def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
@@ -165,7 +135,7 @@ class ModelDrafter(QueueingDrafter):
         entries = self.network.entry_features(features)
         queue.features[device_slots, 0] = entries.to(queue.features.dtype)
         queue.pending.index_fill_(0, device_slots, 1)
-        self.waiting.set(slots, 1)
+        self.set_bounds(slots, 1)
 
     def entry_features(self, features: Tensor) -> Tensor:
         return self.network.entry_features(features)

@@ -1,4 +1,5 @@
-"""How many entries of each request a drafter has yet to process, as the host knows it."""
+"""Drafters that process entries of the sequences when they are to draft: which ones wait, as the
+host knows it."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -6,12 +7,29 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
-from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import KVPool, RequestTable
+from mamba_eagle.backend.pending import UNTRACKED, PendingSize
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import PLAIN, TreeShape
-from mamba_eagle.drafting.base import CachedPools, Drafter, StepPart
+from mamba_eagle.drafting.base import CachedPools, Drafter, DraftParts, StepPart
 from mamba_eagle.tree.accept import Truncated
+
+MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
+# Limit for drafters without recurrent state, which need no row per entry; large so that plain
+# decoding rarely has to stop for them. The slot table has room for 64 positions past a request.
+MAX_WITHOUT_ROWS = 62
+FEW_PLAIN_STEPS = 2  # plain steps whose entries a step with drafts can process without catch_up
+
+
+def max_pending(config: DraftSettings) -> int:
+    """Most pending entries per request: those that plain steps may leave, plus those of one step
+    with drafts."""
+    return MAX_PENDING + config.tree_shape.depth + 1
+
+
+def max_without_rows(config: DraftSettings) -> int:
+    """The same limit for a drafter without recurrent layers."""
+    return max(max_pending(config), MAX_WITHOUT_ROWS)
 
 
 class Kept(NamedTuple):
@@ -23,34 +41,101 @@ class Kept(NamedTuple):
     longest: int  # at least the largest of ``missing``
 
 
-class Waiting:
-    """Upper bounds of pending entries by request slot; on a CPU the numbers themselves are read.
+class QueueingDrafter(Drafter):
+    """A drafter with a network, whose entries of accepted tokens stay *pending* until it is to
+    draft.
 
-    Steps in flight may add fewer entries than the host assumes. Before a request's entries could
-    exceed the queue, ``prepare`` asks for them to be processed.
+    ``bounds`` are upper bounds of pending entries by request slot; on a CPU the numbers themselves
+    are read. Steps in flight may add fewer entries than the host assumes. Before a request's
+    entries could exceed the queue, ``prepare`` asks for them to be processed.
     """
 
-    def __init__(
-        self, entries: PendingEntries, table: RequestTable, place: Place, most: int, longest: int
-    ) -> None:
-        """most: pending entries that a request may have. longest: of these, how many a step with
-        drafts can process; it is the same for all steps of a graph."""
-        self.entries, self.table, self.place = entries, table, place
-        self.most, self.longest = most, longest
-        self.bounds = [0] * table.processed.shape[0]  # or UNTRACKED
+    catches_up = True
+    left_waiting = 0  # entries that ``catch_up`` leaves pending
+
+    def __init__(self, parts: DraftParts, kv: KVPool, most: int, features: int) -> None:
+        """kv: its pool. most: pending entries that a request may have. features: of an entry."""
+        self.kv, self.table, self.max_pending = kv, parts.table, most
+        self.backend, self.place = parts.backend, parts.backend.place
+        self.max_accepted = parts.config.tree_shape.depth + 1
+        # a step also writes entries past ``count``; hence the room past ``max_pending``
+        width = most + self.max_accepted
+        entry = PendingSize(width, features, parts.backend.dtype, kv.padding_slot)
+        self.entries = parts.backend.pending_entries(parts.table, entry)
+        # that a step with drafts can process; it is the same for all steps of a graph
+        self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, most)
+        self.bounds = [0] * parts.table.processed.shape[0]  # or UNTRACKED
+
+    def cached_pools(self) -> CachedPools:
+        return CachedPools(self.kv)
+
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        self.kv.copy(sources, targets)
 
     def tracks(self, slot: int) -> bool:
         return self.bounds[slot] != UNTRACKED
 
-    def set(self, slots: Sequence[int], bound: int) -> None:
+    def set_bounds(self, slots: Sequence[int], bound: int) -> None:
         for slot in slots:
             self.bounds[slot] = bound
 
+    def begin_prompts(self, slots: Sequence[int], ends: Sequence[int]) -> None:
+        """The entries of prompt chunks that end there are processed."""
+        own = self.place.to_device(slots)
+        self.entries.processed[own] = self.place.to_device(ends)
+        self.entries.pending.index_fill_(0, own, 0)
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        tracked = [slot for slot in slots if self.tracks(slot)]
+        counts = dict(zip(tracked, self._counts(tracked), strict=True))
+        added = shape.depth + 1
+        if shape == PLAIN:
+            full = [slot for slot, n in counts.items() if n + added > self.max_pending]
+            counts.update(dict.fromkeys(full, self.left_waiting))
+            for slot, n in counts.items():
+                self.bounds[slot] = n + added
+            return StepPart(shape, not tracked, full)
+        self.set_bounds(tracked, added)
+        if self.place.on_host:
+            return StepPart(shape, longest=max([1, *counts.values()]))
+        needs_catch_up = [slot for slot, n in counts.items() if n > self.longest]
+        return StepPart(shape, False, needs_catch_up, self.longest)
+
+    def _counts(self, slots: Sequence[int]) -> list[int]:
+        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
+        if not self.place.on_host or not slots:
+            return [self.bounds[slot] for slot in slots]
+        return self.entries.waiting(list(slots))
+
     def untrack(self, slots: Sequence[int]) -> None:
         self.entries.pending.index_fill_(0, self.place.to_device(slots), UNTRACKED)
-        self.set(slots, UNTRACKED)
+        self.set_bounds(slots, UNTRACKED)
 
-    def kept(self, slots: Sequence[int], positions: Sequence[int]) -> Kept | None:
+    def catch_up(self, slots: Tensor) -> None:
+        """Process all pending entries, but for roots that stay pending."""
+        queue, left = self.entries, self.left_waiting
+        counts = (queue.pending[slots] - left).clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.place.on_host else self.max_pending
+        self.run_pending(slots, counts, longest)
+        if left:
+            queue.tokens[slots, 0] = queue.tokens[slots, counts]
+            queue.features[slots, 0] = queue.features[slots, counts]
+        queue.pending[slots] -= counts
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """The entries of accepted tokens become pending."""
+        self.entries.append(slots, accepted, features, self.entry_features)
+
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        kept = self._kept(slots, positions)
+        if kept is not None:
+            if kept.longest:
+                self.run_pending(kept.slots, kept.missing, kept.longest)
+            self.keep(kept)
+        self.entries.pending.index_fill_(0, self.place.to_device(slots), 0)
+        self.set_bounds(slots, 0)
+
+    def _kept(self, slots: Sequence[int], positions: Sequence[int]) -> Kept | None:
         """Of requests that are about to be released; None if none is kept.
 
         positions: how many tokens of each are kept, negative for none.
@@ -66,81 +151,8 @@ class Waiting:
         # a stop string may have cut off tokens that were already processed: then fewer entries
         # remain to be processed, or the end of the journal is dropped
         missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
-        longest = int(missing.max()) if self.place.on_host else self.most
+        longest = int(missing.max()) if self.place.on_host else self.max_pending
         return Kept(kept_slots, ends, missing, longest)
-
-    def release(self, slots: Sequence[int]) -> None:
-        self.entries.pending.index_fill_(0, self.place.to_device(slots), 0)
-        self.set(slots, 0)
-
-    def prepare(self, slots: Sequence[int], shape: TreeShape, left: int) -> StepPart:
-        """A drafter's part in a step. left: entries that ``catch_up`` leaves pending."""
-        tracked = [slot for slot in slots if self.tracks(slot)]
-        counts = dict(zip(tracked, self._counts(tracked), strict=True))
-        added = shape.depth + 1
-        if shape == PLAIN:
-            full = [slot for slot, n in counts.items() if n + added > self.most]
-            counts.update(dict.fromkeys(full, left))
-            for slot, n in counts.items():
-                self.bounds[slot] = n + added
-            return StepPart(shape, not tracked, full)
-        self.set(tracked, added)
-        if self.place.on_host:
-            return StepPart(shape, longest=max([1, *counts.values()]))
-        needs_catch_up = [slot for slot, n in counts.items() if n > self.longest]
-        return StepPart(shape, False, needs_catch_up, self.longest)
-
-    def _counts(self, slots: Sequence[int]) -> list[int]:
-        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
-        if not self.place.on_host or not slots:
-            return [self.bounds[slot] for slot in slots]
-        return self.entries.waiting(list(slots))
-
-
-class QueueingDrafter(Drafter):
-    """A drafter with a network, which processes entries of the sequences when it is to draft."""
-
-    catches_up = True
-    left_waiting = 0  # entries that ``catch_up`` leaves pending
-    kv: KVPool
-    entries: PendingEntries
-    place: Place
-    waiting: Waiting
-
-    def cached_pools(self) -> CachedPools:
-        return CachedPools(self.kv)
-
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        self.kv.copy(sources, targets)
-
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        return self.waiting.prepare(slots, shape, self.left_waiting)
-
-    def untrack(self, slots: Sequence[int]) -> None:
-        self.waiting.untrack(slots)
-
-    def catch_up(self, slots: Tensor) -> None:
-        """Process all pending entries, but for roots that stay pending."""
-        queue, left = self.entries, self.left_waiting
-        counts = (queue.pending[slots] - left).clamp(min=0)
-        longest = max(int(counts.max()), 1) if self.place.on_host else self.waiting.most
-        self.run_pending(slots, counts, longest)
-        if left:
-            queue.tokens[slots, 0] = queue.tokens[slots, counts]
-            queue.features[slots, 0] = queue.features[slots, counts]
-        queue.pending[slots] -= counts
-
-    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """The entries of accepted tokens become pending."""
-        self.entries.append(slots, accepted, features, self.entry_features)
-
-    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = self.waiting.kept(slots, positions)
-        if kept is not None:
-            if kept.longest:
-                self.run_pending(kept.slots, kept.missing, kept.longest)
-            self.keep(kept)
-        self.waiting.release(slots)
 
     def keep(self, kept: Kept) -> None:
         """The entries of requests that leave are processed."""

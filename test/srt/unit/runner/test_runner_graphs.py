@@ -31,7 +31,7 @@ from torch import Tensor
 from mamba_eagle.backend.place import Host, Timestamp
 from mamba_eagle.core import PLAIN
 from mamba_eagle.cpu.backend import CpuBackend
-from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
+from mamba_eagle.drafting.waiting import MAX_WITHOUT_ROWS
 from mamba_eagle.runner import assemble, loading, masks_ahead
 from mamba_eagle.runner.steps import graphs, prompt_graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps

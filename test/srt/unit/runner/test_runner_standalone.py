@@ -19,7 +19,7 @@ from runner_harness import (
 from tiny_model import write_model
 
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.model_drafter import MAX_PENDING
+from mamba_eagle.drafting.waiting import MAX_PENDING
 
 torch.set_num_threads(1)
 

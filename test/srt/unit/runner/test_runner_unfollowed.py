@@ -19,7 +19,8 @@ from tiny_model import write_model
 
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.dflash import BlockDrafter
-from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS, ModelDrafter
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.waiting import MAX_WITHOUT_ROWS
 
 torch.set_num_threads(1)
 
