@@ -13,29 +13,55 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention
 
 
-class CpuTreeAttention:
-    """Attention of tree nodes to the tokens before the root and to their ancestors."""
+class FromPool:
+    """Attention of new tokens, which are written to the pool, straight from there."""
 
-    def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
-        self.pool = pool
-        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
-        indices = tuple(part.contiguous().numpy() for part in nodes[:5])
-        self.sequences, self.tree = indices[:3], indices[3:]
+    sequences: tuple[np.ndarray, ...]  # slot table, request slots, prefixes
+    tree: tuple[np.ndarray, ...]  # KV slots and parents of nodes
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool, self.keys, self.values = pool, pool.k.numpy(), pool.v.numpy()
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
-        pool = (self.keys[layer.index], self.values[layer.index])
-        return _attend(pool, self.sequences, self.tree, layer, q, k, v)
+        return self.attend_in(self.sequences, self.tree, layer, q, k, v)
+
+    def attend_in(
+        self,
+        sequences: tuple[np.ndarray, ...],
+        tree: tuple[np.ndarray, ...],
+        layer: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """The same of other trees; both as the kernel takes them."""
+        out, pool = torch.empty(q.shape), (self.keys[layer.index], self.values[layer.index])
+        new = tuple(part.contiguous().numpy() for part in (q, k, v))
+        work = cpu.multiply_adds(new[0], sequences[2], tree[0])
+        cpu.paged_tree_attention(
+            work, new, pool, sequences, *tree, np.float32(layer.scale), out.numpy()
+        )
+        return out
 
 
-class CpuPromptAttention:
+class CpuTreeAttention(FromPool):
+    """Attention of tree nodes to the tokens before the root and to their ancestors."""
+
+    def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
+        super().__init__(pool)
+        indices = tuple(part.contiguous().numpy() for part in nodes[:5])
+        self.sequences, self.tree = indices[:3], indices[3:]
+
+
+class CpuPromptAttention(FromPool):
     """Attention of prompt chunks to themselves and to earlier tokens, with the bits of decode
     steps: each BLOCK tokens, or fewer at a chunk's end, are a tree without branches."""
 
     BLOCK = 16
 
     def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
-        self.pool, self.keys, self.values = pool, pool.k.numpy(), pool.v.numpy()
+        super().__init__(pool)
         table, first = slot_table.numpy(), 0
         found: dict[int, list[tuple[int, int, int]]] = {}  # by length: row, slot, position
         written = []
@@ -59,45 +85,36 @@ class CpuPromptAttention:
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D], with the chunks concatenated."""
         self.pool.write(layer.index, self.written, k, v)  # blocks read those before them
-        pool, out = (self.keys[layer.index], self.values[layer.index]), torch.empty(q.shape)
+        out = torch.empty(q.shape)
         for tokens, sequences, tree in self.parts:
             new = (part[tokens] for part in (q, k, v))
-            out[tokens] = _attend(pool, sequences, tree, layer, *new)
+            out[tokens] = self.attend_in(sequences, tree, layer, *new)
         return out
 
 
-class CpuLanes(LaneAttention):
+class CpuLanes(FromPool, LaneAttention):
     """The lanes of a request are a forest that follows its prefix, in spare slots of the pool."""
 
     def __init__(
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> None:
         """max_lanes: spare KV slots per request, for the lanes of all depths."""
+        super().__init__(pool)
         b = len(slots)
-        self.pool = pool
-        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
         self.sequences = tuple(part.numpy() for part in (slot_table, slots, prefix))
         spare = pool.padding_slot + 1 + np.arange(b * max_lanes)
         self.spare = spare.reshape(b, max_lanes)
-        self.own = self.parents = np.empty((b, 0), np.int64)  # KV slots, parents of lanes so far
-
-    @property
-    def tree(self) -> tuple[np.ndarray, np.ndarray]:
-        """KV slots and parents of the lanes of all depths so far."""
-        return self.own, self.parents
+        none = np.empty((b, 0), np.int64)
+        self.tree = (none, none)  # of the lanes of all depths so far
 
     def advance(self, above: Tensor) -> None:
-        b, topk = above.shape
-        first = self.parents.shape[1]
-        self.own = np.ascontiguousarray(self.spare[:, : first + topk])
+        (b, topk), (_, parents) = above.shape, self.tree
+        first = parents.shape[1]
+        own = np.ascontiguousarray(self.spare[:, : first + topk])
         # the first lanes are roots: each is its own parent
         roots = np.tile(np.arange(topk), (b, 1))
         parent = above.numpy() + first - topk if first else roots
-        self.parents = np.concatenate([self.parents, parent], axis=1)
-
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pool = (self.keys[layer.index], self.values[layer.index])
-        return _attend(pool, self.sequences, (self.own, self.parents), layer, q, k, v)
+        self.tree = (own, np.concatenate([parents, parent], axis=1))
 
 
 class CpuBlocks:
@@ -124,22 +141,3 @@ class CpuBlocks:
             out.numpy(),
         )
         return out
-
-
-def _attend(
-    pool: tuple[np.ndarray, np.ndarray],
-    sequences: tuple[np.ndarray, ...],
-    tree: tuple[np.ndarray, ...],
-    layer: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """pool: keys and values of the layer; sequences, tree: as the kernel takes them."""
-    out = torch.empty(q.shape)
-    new = tuple(part.contiguous().numpy() for part in (q, k, v))
-    work = cpu.multiply_adds(new[0], sequences[2], tree[0])
-    cpu.paged_tree_attention(
-        work, new, pool, sequences, *tree, np.float32(layer.scale), out.numpy()
-    )
-    return out
