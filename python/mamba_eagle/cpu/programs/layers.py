@@ -68,30 +68,21 @@ class Builder(Calls):
         self.scheme, self.pool = scheme, pool
 
     def add(self, layer: Residual) -> None:
+        """Each kind of body leaves what is added in "made", in rows of as many columns as its
+        method returns."""
         body = layer.body
         if isinstance(body, Mamba2Mixer):
-            made, width = self._mixer(layer, body)
+            width = self._mixer(layer, body)
         elif isinstance(body, GatedDeltaNet):
-            made, width = self._delta_net(layer, body)
+            width = self._delta_net(layer, body)
         elif isinstance(body, Attention):
-            made, width = self._attention(layer, body)
-        elif isinstance(body, (PackedGatedMLP, GatedMLP)):
-            both, last = body.products
-            assert both is not None
-            self._norm(layer, both)
-            self.product(both, "inputs", "wide")
-            self._gate(spans.SILU_GATE, both, last)
-            made, width = "made", self.product(last, "inputs", "made")
+            width = self._attention(layer, body)
         else:
-            last = body.down_proj
-            self._norm(layer, body.up_proj)
-            self.product(body.up_proj, "inputs", "wide")
-            self._gate(spans.RELU_SQUARED, body.up_proj, last)
-            made, width = "made", self.product(last, "inputs", "made")
+            width = self._mlp(layer, body)
         size = (layer.norm or layer.after).weight.shape[0]
         own = abi.Residual(size=size, columns=width, scale=layer.scale)
         adding = self.call(spans.RESIDUAL, own, work_per_row=size // 8)
-        adding.lies(made=made)
+        adding.lies(made="made")
         normed_by(adding, layer.after)
 
     def _norm(self, layer: Residual, reader: Linear) -> None:
@@ -101,14 +92,20 @@ class Builder(Calls):
         call.lies(out="inputs")
         self.rounded(call, reader)
 
-    def _gate(self, kernel: SpanKernel, above: Linear, below: Linear) -> None:
+    def _mlp(self, layer: Residual, mlp: Any) -> int:
+        above, below = mlp_products(mlp)
+        kernel = spans.RELU_SQUARED if isinstance(mlp, ReluSquaredMLP) else spans.SILU_GATE
+        assert above is not None
+        self._norm(layer, above)
+        self.product(above, "inputs", "wide")
         size = below.weight.shape[1]
         own = abi.Gate(size=size, columns=width_of(above))
         call = self.call(kernel, own, work_per_row=size * NS_PER_NUMBER)
         call.lies(above="wide", out="inputs")
         self.rounded(call, below)
+        return self.product(below, "inputs", "made")
 
-    def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
+    def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> int:
         size, norm = mixer.config.inner_size, mixer.norm
         self._norm(layer, mixer.in_proj)
         width = self.product(mixer.in_proj, "inputs", "wide")
@@ -117,7 +114,7 @@ class Builder(Calls):
         own = abi.GatedNorm(size=size, group=norm.group_size, eps=norm.eps, columns=width)
         return self._gated_norm(spans.GATED_NORM, own, norm.weight, mixer.out_proj, "wide")
 
-    def _delta_net(self, layer: Residual, mixer: GatedDeltaNet) -> tuple[str, int]:
+    def _delta_net(self, layer: Residual, mixer: GatedDeltaNet) -> int:
         parts, c = mixer.parts, mixer.config
         assert parts is not None
         self._norm(layer, parts.channels)
@@ -143,12 +140,12 @@ class Builder(Calls):
 
     def _gated_norm(
         self, kernel: SpanKernel, own: abi.GatedNorm, weight: Tensor, out: Linear, wide: str
-    ) -> tuple[str, int]:
+    ) -> int:
         call = self.call(kernel, own, work_per_row=own.size * NS_PER_NUMBER * 2)
         call.keep(weight=weight.detach().float().contiguous().numpy())
         call.lies(y="y", projected=wide, out="inputs")
         self.rounded(call, out)
-        return "made", self.product(out, "inputs", "made")
+        return self.product(out, "inputs", "made")
 
     def recur(self, mixer: Mixer, columns: Columns) -> None:
         """From the columns that a mixer has projected its inputs to, to "y"."""
@@ -165,7 +162,7 @@ class Builder(Calls):
             units_per_row=0, units_per_request=c.num_heads, work_per_row=reading,
         )  # fmt: skip
 
-    def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
+    def _attention(self, layer: Residual, attention: Attention) -> int:
         c, packed = attention.config, attention.qkv
         assert packed is not None
         self._norm(layer, packed)
@@ -198,7 +195,7 @@ class Builder(Calls):
             rounding = self.call(spans.ROUND_INPUTS, inputs, work_per_row=size)
             rounding.lies(x="inputs")
             self.rounded(rounding, attention.o_proj)
-        return "made", self.product(attention.o_proj, "inputs", "made")
+        return self.product(attention.o_proj, "inputs", "made")
 
     def _place_heads(
         self, attention: RotaryAttention | WholeNormAttention, sizes: dict[str, int]
@@ -355,13 +352,10 @@ class FusedLayers:
     ) -> list[Any] | None:
         row_slots = self.row_slots if adapted else None
 
-        def fuses(step: Residual) -> bool:
-            return has_program(step, pool is not None, rotates)
-
         def begin() -> Builder:
             return Builder(self.frame, self._scheme(), pool, row_slots)
 
-        return parts_of(layers, fuses, begin)
+        return parts_of(layers, begin, pool is not None, rotates)
 
 
 def rotate(frame: abi.Frame, rotation: Rotation) -> None:
@@ -373,12 +367,17 @@ def rotate(frame: abi.Frame, rotation: Rotation) -> None:
 
 def parts_of(
     layers: Sequence[nn.Module],
-    fuses: Callable[[Residual], bool],
     begin: Callable[[], Builder],
+    has_pool: bool = False,
+    rotates: bool = False,
 ) -> list[Any] | None:
-    """Neighbours with programs (``fuses``) together, others by themselves; None if none has one.
-    begin: makes a builder."""
+    """Neighbours with programs together, others by themselves; None if none has one. begin: makes a
+    builder. has_pool, rotates: as ``has_program`` takes them."""
     steps = all_residuals(layers)
+
+    def fuses(step: Residual) -> bool:
+        return has_program(step, has_pool, rotates)
+
     if not any(map(fuses, steps)):
         return None
     made: list[Any] = []
@@ -427,12 +426,17 @@ def has_program(layer: Residual, has_pool: bool, rotates: bool = False) -> bool:
         placed = rotates or body.config.rope is None
         whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
         return placed and whole and multiplies(body.o_proj)
-    if isinstance(body, (PackedGatedMLP, GatedMLP)):
-        first, last = body.products
+    if isinstance(body, (PackedGatedMLP, GatedMLP, ReluSquaredMLP)):
+        first, last = mlp_products(body)
         return first is not None and multiplies(first) and multiplies(last)
-    if isinstance(body, ReluSquaredMLP):
-        return multiplies(body.up_proj) and multiplies(body.down_proj)
     return False
+
+
+def mlp_products(
+    mlp: PackedGatedMLP | GatedMLP | ReluSquaredMLP,
+) -> tuple[Linear | None, Linear]:
+    """The one above its activation, if it is one, and the one below."""
+    return (mlp.up_proj, mlp.down_proj) if isinstance(mlp, ReluSquaredMLP) else mlp.products
 
 
 def has_delta_program(mixer: GatedDeltaNet) -> bool:

@@ -23,13 +23,11 @@ from mamba_eagle.cpu.programs.layers import (
     Builder,
     Columns,
     describe_recurrence,
-    has_program,
     parts_of,
 )
 from mamba_eagle.cpu.spans import prompts as spans
 from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.layers.adapters import slots_of_rows
-from mamba_eagle.layers.layer import Residual
 
 # Tokens of a pass beyond which its layers run one by one: the scratch, which stays, grows with the
 # tokens, and the share of Python in the time falls.
@@ -67,16 +65,13 @@ class PromptBuilder(Builder):
         entering = c.conv_dim * 2 * NS_PER_NUMBER + c.num_heads * SOFTPLUS_NS
         first = self.call(spans.ENTER_TOKENS, own, work_per_row=entering)
         self._describe(first, mixer, columns)
+        # it overwrites what the convolution has read
+        self.call(spans.SAVE_HISTORIES, own, units_per_row=0, units_per_request=1)
         scanning = c.inner_size * 2 * c.state_size // PRODUCTS_PER_NS
-        for kernel, columns in (
-            # it overwrites what the convolution has read
-            (spans.SAVE_HISTORIES, {"units_per_row": 0, "units_per_request": 1}),
-            (
-                spans.SCAN_HEADS,
-                {"units_per_row": 0, "units_per_request": c.num_heads, "work_per_row": scanning},
-            ),
-        ):
-            self.call(kernel, own, **columns)
+        self.call(
+            spans.SCAN_HEADS, own,
+            units_per_row=0, units_per_request=c.num_heads, work_per_row=scanning,
+        )  # fmt: skip
 
     def _describe(self, call: Any, mixer: Mixer, columns: Columns) -> None:
         """The block of a layer's recurrence."""
@@ -159,12 +154,8 @@ class PromptPrograms:
         self, layers: Sequence[nn.Module], pool: StatePool, adapted: bool
     ) -> list[Any] | None:
         self.scratch.rows = 0  # new calls may want more per row
-
-        def fuses(step: Residual) -> bool:
-            return has_program(step, False)
-
         slots = self.row_slots if adapted else None
-        return parts_of(layers, fuses, lambda: PromptBuilder(self.frame, pool, self.scratch, slots))
+        return parts_of(layers, lambda: PromptBuilder(self.frame, pool, self.scratch, slots))
 
     def _describe(self, tables: PromptTables, kept: KeptInputs | None) -> int:
         """Returns the number of requests."""
