@@ -30,14 +30,7 @@ class CpuCandidates(Candidates):
             self._numbers.numpy(),
             *(part.numpy() for part in (parents, scores, parent_lanes, order)),
         )
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        self._scores.append(scores)
-        self._numbers = order + self._seen
-        self._frontier_scores = scores.gather(1, order)
-        self._seen += tokens.shape[1]
-        self._depth += 1
-        return Frontier(tokens.gather(1, order), parent_lanes, self._frontier_scores)
+        return self._join(tokens, parents, scores, order, parent_lanes)
 
     def select(self, num_nodes: int) -> Tree:
         self._check(num_nodes)

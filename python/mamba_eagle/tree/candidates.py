@@ -70,16 +70,23 @@ class Candidates:
         gains = best.log_probs.nan_to_num(nan=-math.inf, posinf=0.0, neginf=-math.inf)
         scores = self._frontier_scores.unsqueeze(2) + gains.clamp(max=0.0)
         tokens, scores = best.tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
-        self._tokens.append(tokens)
-        self._parents.append(self._numbers.repeat_interleave(self.topk, dim=1))
-        self._scores.append(scores)
-
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.topk]
+        parents = self._numbers.repeat_interleave(self.topk, dim=1)
+        return self._join(tokens, parents, scores, order, order // self.topk)
+
+    def _join(
+        self, tokens: Tensor, parents: Tensor, scores: Tensor, order: Tensor, lanes: Tensor
+    ) -> Frontier:
+        """The children of all lanes become candidates: tokens, parents, scores [b, lanes * k]. The
+        next lanes are those at ``order`` [b, k], and continue the former ``lanes`` [b, k]."""
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        self._scores.append(scores)
         self._numbers = order + self._seen
         self._frontier_scores = scores.gather(1, order)
         self._seen += tokens.shape[1]
         self._depth += 1
-        return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
+        return Frontier(tokens.gather(1, order), lanes, self._frontier_scores)
 
     def doubts(self, probability: float) -> bool:
         """Whether trees should end before the depth that was added last: by the drafter's own
