@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from mamba_eagle.backend.programs import Network
-from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import ModelConfig
 
@@ -51,12 +50,6 @@ class DraftNetwork(ABC):
         """What the network consists of, for backends that run it in a way of their own; None if it
         is not of that form."""
         return None
-
-    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """Log-probabilities of all V tokens of the target, -inf outside of its vocabulary, on a
-        single rank: [n, O] -> [n, V] float32."""
-        logits = self.logits(depth, outputs)
-        return whole_log_probs(logits, self.target_ids(), self.config.vocab_size)
 
     @property
     @abstractmethod

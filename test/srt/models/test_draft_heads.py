@@ -26,7 +26,7 @@ from head_rig import (
 )
 from peer_models import PEERS, make_peer
 from safetensors.torch import load_file, save_file
-from tiny_heads import EAGLE3_CONFIG, write_eagle3_head
+from tiny_heads import EAGLE3_CONFIG, log_probs, write_eagle3_head
 from tiny_model import VOCAB, load_model, write_model
 
 from mamba_eagle.drafting.eagle3 import EagleThreeSource
@@ -66,8 +66,8 @@ def test_an_eagle3_head_is_what_its_file_says(
         config = {**EAGLE3_CONFIG, **changes}
         wanted = plain_heads.eagle3(w, config, target.embed(row), given)
         torch.testing.assert_close(made, wanted, **CLOSE)
-        log_probs = plain_heads.eagle3_log_probs(w, VOCAB, wanted)
-        torch.testing.assert_close(network.log_probs(0, made), log_probs, **CLOSE)
+        exact = plain_heads.eagle3_log_probs(w, VOCAB, wanted)
+        torch.testing.assert_close(log_probs(network, 0, made), exact, **CLOSE)
 
 
 def test_eagle3_drafts_feed_back_what_is_ahead_of_the_norm(model: Path, tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_an_eagle3_head_drafts_only_tokens_that_it_knows(model: Path, tmp_path: 
     network = eagle3_network(folder, tapped(model))
     known = torch.arange(60) + w["d2t"]
     assert torch.equal(w["t2d"].nonzero().flatten(), known) and w["d2t"].max() > 0
-    log_probs = network.log_probs(0, torch.randn(4, 64))
-    assert log_probs.shape == (4, VOCAB) and log_probs.dtype == torch.float32
-    assert torch.equal(log_probs.isfinite().all(0), w["t2d"])
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(4))
+    found = log_probs(network, 0, torch.randn(4, 64))
+    assert found.shape == (4, VOCAB) and found.dtype == torch.float32
+    assert torch.equal(found.isfinite().all(0), w["t2d"])
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(4))
 
 
 def test_eagle3_weights_that_are_not_stored_are_the_targets(model: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_eagle3_weights_that_are_not_stored_are_the_targets(model: Path, tmp_pat
     edit(folder, {"lm_head.weight": None})
     outputs = torch.randn(3, 64)
     torch.testing.assert_close(
-        eagle3_network(folder, target).log_probs(0, outputs), own.log_probs(0, outputs)
+        log_probs(eagle3_network(folder, target), 0, outputs), log_probs(own, 0, outputs)
     )
     tokens = random_tokens(LENGTH)
     assert torch.equal(own.embed(tokens), target.embed(tokens))

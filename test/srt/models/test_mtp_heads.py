@@ -23,7 +23,7 @@ from head_rig import (
 )
 from safetensors.torch import load_file
 from tensor_checks import host_backend
-from tiny_heads import GrowingSequence, write_mtp_head
+from tiny_heads import GrowingSequence, log_probs, write_mtp_head
 from tiny_model import MODEL_CONFIG, load_model, write_model
 from torch import Tensor
 
@@ -88,8 +88,8 @@ def test_mtp_modules_are_what_their_file_says(
         wanted = plain_modules(folder, target, row, own, count)
         torch.testing.assert_close(made, torch.cat(wanted, dim=-1), **CLOSE)
         for depth in range(count):
-            log_probs = target.compute_logits(wanted[depth]).log_softmax(-1)
-            torch.testing.assert_close(network.log_probs(depth, made), log_probs, **CLOSE)
+            exact = target.compute_logits(wanted[depth]).log_softmax(-1)
+            torch.testing.assert_close(log_probs(network, depth, made), exact, **CLOSE)
 
 
 @pytest.mark.parametrize("pattern", ["*-", "M-", "*M"])
@@ -112,8 +112,8 @@ def test_the_token_at_a_depth_comes_from_the_module_of_that_depth(
         for module in range(depth, DEEP):
             own = made[64 * module : 64 * (module + 1)]
             torch.testing.assert_close(own, wanted[module][LENGTH - 1 + depth], **CLOSE)
-        log_probs = target.compute_logits(wanted[depth][LENGTH - 1 + depth][None]).log_softmax(-1)
-        torch.testing.assert_close(network.log_probs(depth, made[None]), log_probs, **CLOSE)
+        exact = target.compute_logits(wanted[depth][LENGTH - 1 + depth][None]).log_softmax(-1)
+        torch.testing.assert_close(log_probs(network, depth, made[None]), exact, **CLOSE)
 
 
 def test_a_single_module_drafts_from_its_own_output(model: Path, tmp_path: Path) -> None:

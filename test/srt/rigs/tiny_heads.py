@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_model import VOCAB, load_model, round_to_bfloat16
 from torch import Tensor, nn
 
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.rotary import Rotary
@@ -24,6 +26,14 @@ from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import parse_as, parse_config
 
 BATCH, LENGTH = 60, 50
+
+
+def log_probs(network: DraftNetwork, depth: int, outputs: Tensor) -> Tensor:
+    """What entries at ``depth`` predict, of all V tokens of the target, -inf outside of the
+    network's vocabulary: [n, O] -> [n, V] float32."""
+    logits = network.logits(depth, outputs)
+    return whole_log_probs(logits, network.target_ids(), network.config.vocab_size)
+
 
 EAGLE3_CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],

@@ -19,7 +19,7 @@ from runner_harness import (
 )
 from test_runner_drafts import assert_trees_are_the_heads
 from tiny_drafters import DRAFTERS
-from tiny_heads import GrowingSequence, write_eagle3_head
+from tiny_heads import GrowingSequence, log_probs, write_eagle3_head
 from tiny_model import write_model
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class PlainDrafts:
         for depth, token in enumerate(tokens[root:], start=1):
             at = ctx.then(root + depth - 1)
             outputs = network.lanes(depth, torch.tensor([token]), outputs, at)
-        return network.log_probs(drafted, outputs)[0]
+        return log_probs(network, drafted, outputs)[0]
 
 
 def start_some(engine: Engine) -> list[Live]:
