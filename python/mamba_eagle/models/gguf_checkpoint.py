@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ from mamba_eagle.gguf_files.config import num_layers
 from mamba_eagle.gguf_files.file import GgufFile, TensorInfo, open_gguf
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.staging import Staging
-from mamba_eagle.models.stored import Opened, Stored
-from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.models.stored import Opened, Part, Stored
 from mamba_eagle.quantization.gguf_blocks import BLOCKS, grouped
 from mamba_eagle.quantization.matrix import Matrix
 
@@ -305,13 +304,6 @@ class Made(NamedTuple):
             blocks[:, 0] % size
         ).any()
         return blocks[:, 0] // size if whole else None
-
-
-class Part(Protocol):
-    """What a rank needs of a tensor."""
-
-    @property
-    def cut(self) -> Cut | None: ...
 
 
 class GgufCheckpoint:

@@ -23,7 +23,7 @@ from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.rooms import Rooms
 from mamba_eagle.models.split import Split
 from mamba_eagle.models.staging import DTYPES, Staging
-from mamba_eagle.models.stored import Opened, Stored
+from mamba_eagle.models.stored import Opened, Part, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
 from mamba_eagle.quantization.layouts import layout_of
@@ -255,19 +255,6 @@ def gaps(name: str, room: Tensor, seen: set[Slice]) -> list[str]:
         return []
     there = {i for i, half in seen if half is None or {(i, 0), (i, 1)} <= seen}
     return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in there]
-
-
-class Part(NamedTuple):
-    """What a rank needs of a checkpoint's tensor, and where that goes in its model."""
-
-    target: Target
-    cut: Cut | None  # None: all of it
-    packed: bool = False  # a matrix of few bits: cut once it is read, with its scales
-
-    def held_as(self, places: dict[str, str]) -> Part | None:
-        """Under the name that its place has in a pipeline stage's model; None if it has none."""
-        name = places.get(self.target.name)
-        return None if name is None else self._replace(target=replace(self.target, name=name))
 
 
 def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
