@@ -218,11 +218,6 @@ class DraftSource(ABC):
         """Let each rank hold a part, if there is a network; before anything is asked but
         ``problems``. shard: this rank among those that the target's layers are split over."""
 
-    @property
-    def rows(self) -> int:
-        """Rows per request that its recurrent layers need, for the memory plan."""
-        return 0
-
     @abstractmethod
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         """Reads the drafter's config.json. Raises: FileNotFoundError, UnsupportedModel."""

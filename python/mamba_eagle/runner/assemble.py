@@ -12,6 +12,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, FolderSource, NoDrafter
+from mamba_eagle.drafting.model_drafter import draft_rows
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import RunnerReady, TierSizes
@@ -186,7 +187,7 @@ def _agreed_memory(
     ranks: Ranks,
 ) -> MemoryPlan:
     """With as many slots as fit on every rank of every stage."""
-    draft = DraftSize(source.config, source.rows) if source and source.config else None
+    draft = DraftSize(source.config, draft_rows(config)) if source and source.config else None
     own = plan_memory(config, model.config, model.feature_size, draft, backend)
     kv_slots, states, journals = ranks.smallest([own.kv_slots, own.state_slots, own.journals])
     return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)

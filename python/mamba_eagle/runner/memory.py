@@ -24,7 +24,7 @@ class MemoryPlan(NamedTuple):
 
     kv_slots: int
     state_slots: int
-    rows: int  # per request
+    rows: int  # per request, of its recurrent layers
     kv_slot_bytes: int
     state_slot_bytes: int
     request_bytes: int = 0  # rows or node states of a running request

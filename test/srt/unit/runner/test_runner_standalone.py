@@ -55,6 +55,13 @@ def assert_all_drafts_were_accepted(lives: list[Live], engine: Engine) -> None:
         assert len(depths) > 2, "steps enough to mean something"
 
 
+def test_the_memory_plan_has_room_for_the_drafters_rows(model: Path) -> None:
+    runner = engine_of(model, "chain").runner
+    requests = runner.table.processed.shape[0]
+    held = runner.scheme.num_bytes + runner.drafter.scheme.num_bytes
+    assert runner.memory.request_bytes * requests == held
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_model_drafts_all_of_its_own_greedy_text(model: Path, shape: str) -> None:
     """In a batch, from prompts in chunks, over folds of the drafter's own state."""
