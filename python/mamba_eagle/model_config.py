@@ -63,6 +63,8 @@ class RecurrenceConfig(ABC):
     name: ClassVar[str]  # of the kind, for messages
     conv_silu: ClassVar[bool] = True  # whether what the convolution makes passes a SiLU
     num_heads: int
+    head_dim: int
+    state_size: int
     num_groups: int  # of heads that share what they read and write the state by
     conv_kernel: int
     chunk_size: int  # of the scan over whole sequences
@@ -90,14 +92,14 @@ class RecurrenceConfig(ABC):
         return sum(w.size * (self.num_groups if w.of_groups else self.num_heads) for w in widths)
 
     @property
-    @abstractmethod
     def inner_size(self) -> int:
-        """Channels that a token reads from the state, of all heads."""
+        """Channels that a token reads from the state, of all heads: the width of x or of values."""
+        return self.num_heads * self.head_dim
 
     @property
-    @abstractmethod
     def state_shape(self) -> tuple[int, int, int]:
         """Heads, and what each head's state has; zeros for a layer that has rows alone."""
+        return self.num_heads, self.head_dim, self.state_size
 
     @property
     @abstractmethod
@@ -123,11 +125,6 @@ class Mamba2Config(RecurrenceConfig):
     norm_groups: NormGroups | None = None  # None: the layer's own groups
 
     @property
-    def inner_size(self) -> int:
-        """Width of x and of the gate: num_heads * head_dim."""
-        return self.num_heads * self.head_dim
-
-    @property
     def channel_widths(self) -> tuple[Width, ...]:
         """x, B and C."""
         return Width(self.head_dim), Width(self.state_size, True), Width(self.state_size, True)
@@ -135,10 +132,6 @@ class Mamba2Config(RecurrenceConfig):
     @property
     def gate_widths(self) -> tuple[Width, ...]:
         return (Width(1),)
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.num_heads, self.head_dim, self.state_size
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
@@ -164,10 +157,6 @@ class DeltaConfig(RecurrenceConfig):
     chunk_size: int = 64
 
     @property
-    def inner_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
     def key_size(self) -> int:
         """Width of all keys, and of all queries."""
         return self.num_groups * self.state_size
@@ -188,10 +177,6 @@ class DeltaConfig(RecurrenceConfig):
         return Width(self.decay_size // self.num_heads), Width(1)
 
     @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.num_heads, self.head_dim, self.state_size
-
-    @property
     def row_parts(self) -> tuple[RowPart, ...]:
         """Keys as they come out of the convolution, and u, what the token has written along them:
         its error enters the state."""
@@ -204,6 +189,7 @@ class ShortConvConfig(RecurrenceConfig):
 
     name = "short-convolution"
     conv_silu = False
+    head_dim = 1  # each channel is by itself
 
     channels: int
     conv_kernel: int
@@ -212,7 +198,6 @@ class ShortConvConfig(RecurrenceConfig):
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]
-        """Each channel is by itself."""
         return self.channels
 
     @property
@@ -226,10 +211,6 @@ class ShortConvConfig(RecurrenceConfig):
     @property
     def gate_widths(self) -> tuple[Width, ...]:
         return ()
-
-    @property
-    def inner_size(self) -> int:
-        return self.channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -92,9 +92,9 @@ class Generate(Returned, tag=True, kw_only=True):
 
 
 class Abort(Message):
-    """End the request with this exact id, or all requests (rid None)."""
+    """End the request with this exact id."""
 
-    rid: str | None = None
+    rid: str
 
 
 class StopAt(Message):

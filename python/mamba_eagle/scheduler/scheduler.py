@@ -70,15 +70,13 @@ class Scheduler(Planner):
             self.prefill.add(request)
         return []
 
-    def abort(self, rid: str | None) -> list[RequestOutput]:
-        """Ends one request, or all of them (rid None). The slots that it holds are free in the
-        first plan after the results of the plans now in flight."""
-        requests = list(self._live.values()) if rid is None else [self._live.get(rid)]
-        outputs = []
-        for request in requests:
-            if request is not None:
-                outputs.append(self._end(request, FinishReason(kind="abort", message="aborted")))
-        return outputs
+    def abort(self, rid: str) -> list[RequestOutput]:
+        """Ends one request. The slots that it holds are free in the first plan after the results of
+        the plans now in flight."""
+        request = self._live.get(rid)
+        if request is None:
+            return []
+        return [self._end(request, FinishReason(kind="abort", message="aborted"))]
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends requests that have waited for longer than --queue-timeout. now: time.time()"""

@@ -171,7 +171,8 @@ def test_aborts_and_stops_at_any_moment_free_all(seed):
             stopped.update({other: kept} if outputs else {})
             server.take(outputs)
         if i == 30:
-            server.take(server.scheduler.abort(None))
+            for k in range(i + 1):
+                server.take(server.scheduler.abort(f"r{k}"))
             assert not server.scheduler.busy
     server.finish()
     for rid, text in wanted.items():
