@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mamba_eagle.chat.family import (
@@ -16,8 +16,6 @@ from mamba_eagle.chat.family import (
 )
 from mamba_eagle.chat.parse import (
     FamilyParser,
-    OutputParser,
-    PlainParser,
     parser_problem,
     template_problem,
 )
@@ -127,19 +125,6 @@ def after_last_anchor(template: Mapping[str, Any], prompt: str) -> str:
         anchors = [anchor] if isinstance(anchor, str) else anchor
         ends = [prompt.rfind(one) + len(one) for one in anchors if one in prompt]
     return prompt[max(ends) :] if ends else ""
-
-
-def make_parser(
-    family: Family | None,
-    prefix: str = "",
-    tools: Sequence[Mapping[str, Any]] = (),
-    max_calls: int | None = None,
-    is_live: bool = False,
-) -> OutputParser:
-    """For one sample; see ``FamilyParser``."""
-    if family is None:
-        return PlainParser()
-    return FamilyParser(family, prefix, tools, max_calls, is_live)
 
 
 def reasoning_is(family: Family | None, prefix: str) -> str:

@@ -56,7 +56,6 @@ class Vocabulary:
         except Exception as error:  # llguidance raises whatever its Rust side says
             raise NoVocabulary(f"llguidance cannot read this tokenizer: {error}") from None
         self.size, self.eos = size, tuple(eos)
-        self.special = special_tokens(tokenizer) if isinstance(tokenizer, str) else {}
 
     @property
     def words(self) -> int:
@@ -136,12 +135,6 @@ _REASONS = {
     "in parts of alternatives and four to an optional property: split it",
     "Too many items": f"it is too ambiguous {SIMPLER}",
 }
-
-
-def special_tokens(tokenizer: str) -> dict[str, int]:
-    """The texts of tokens that no ordinary text is encoded to, by a tokenizer.json."""
-    added = json.loads(tokenizer).get("added_tokens") or []
-    return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 def read_tokenizer(folder: str) -> str:

@@ -33,13 +33,9 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(ABC):
-    def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(number for number, token in added.items() if token.special)
-
     @abstractmethod
     def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
-        """skipped: tokens that have no text, some of ``special_ids``."""
+        """skipped: tokens that have no text, some of the special ones."""
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
@@ -70,7 +66,6 @@ class ByteLevelFactory(DetokenizerFactory):
     """A table of the vocabulary's bytes; nothing of the tokenizer is called for a token."""
 
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
         alphabet = byte_alphabet()
         vocabulary: dict[str, int] = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
         self.all_bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -117,7 +112,6 @@ class WindowFactory(DetokenizerFactory):
     """Calls the tokenizer's own decoder, but for byte-fallback tokens: see WindowDetokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
         self.tokenizer = tokenizer
         self.byte_values = byte_fallbacks(tokenizer)
         self._texts: dict[int, str] = {}  # of tokens that were asked for; no more than there are

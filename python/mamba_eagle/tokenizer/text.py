@@ -34,6 +34,7 @@ class TextTokenizer:
         # once, it leaves them off; from here on nothing changes the tokenizer.
         tokenizer.encode("")
         self._backend = tokenizer.backend_tokenizer
+        self._special_ids = frozenset(self.special_tokens().values())
         self._json: str | None = None
 
     @classmethod
@@ -105,7 +106,7 @@ class TextTokenizer:
         kept: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """kept: special tokens that are written even where others are skipped."""
-        special = self._factory.special_ids
+        special = self._special_ids
         skipped = (special - kept if kept else special) if skip_special_tokens else frozenset()
         return self._factory.make(prompt_ids, skipped)
 

@@ -29,7 +29,6 @@ from mamba_eagle.constrain.grammar import (
 )
 from mamba_eagle.constrain.structural_tag import structural_tag_grammar
 from mamba_eagle.constrain.trials import Verdict
-from mamba_eagle.constrain.vocabulary import NoVocabulary, special_tokens
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.bodies import kinds, known
@@ -142,10 +141,7 @@ class Grammars:
     @cached_property
     def special(self) -> Mapping[str, int]:
         """The names of special tokens and their ids; {} without a tokenizer."""
-        try:
-            return special_tokens(self._tokenizer.json()) if self._tokenizer is not None else {}
-        except NoVocabulary:
-            return {}
+        return self._tokenizer.special_tokens() if self._tokenizer is not None else {}
 
     def check(self, grammar: Grammar, path: str) -> str:
         """The text for ``SamplingParams.grammar``; path: the field that asked for it.

@@ -133,10 +133,8 @@ class Launch(ABC):
                     judge_kind=self.judge_kind,
                 )
                 self.judge = state.judge
-                # reads a long text: not beside requests
-                if not await self._ended_before(_in_thread(lambda: state.grammars.special)):
-                    self.judge.start()
-                    await self.serve(state)
+                self.judge.start()
+                await self.serve(state)
             return await self.ending
         finally:
             if self.judge is not None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_eagle.chat.family import FAMILIES, FamilyError, family_of, read_family
-from mamba_eagle.chat.format import after_last_anchor, make_parser, reasoning_is
+from mamba_eagle.chat.format import after_last_anchor, reasoning_is
 from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
 from mamba_eagle.chat.parse import FamilyParser, Piece, TextPiece, template_problem
 
@@ -266,7 +266,7 @@ def test_a_checkpoints_own_template_is_used() -> None:
     assert prefix == "[["
     text = 'hm]] so !f {"args": {"a": 1}}; and !f {"x": 1}; !g oops;'
     for size in (1, 2, 3, 100):
-        parser = make_parser(family, prefix)
+        parser = FamilyParser(family, prefix)
         pieces = []
         for begin in range(0, len(text), size):
             pieces += parser.feed(text[begin : begin + size])

@@ -32,6 +32,12 @@ def of(tokenizer: TextTokenizer, padding: int = 0) -> Vocabulary:
     return Vocabulary(tokenizer_json(tokenizer.hf), size, [tokenizer.hf.eos_token_id])
 
 
+def special_in(tokenizer: str) -> dict[str, int]:
+    """Of a tokenizer.json."""
+    added = json.loads(tokenizer)["added_tokens"]
+    return {token["content"]: token["id"] for token in added if token["special"]}
+
+
 def texts(vocabulary: Vocabulary, tokenizer: TextTokenizer, grammar: str, count: int) -> set[str]:
     """What random walks through the grammar's masks write, as the detokenizer spells it."""
     luck, found = np.random.default_rng(1), set()
@@ -68,12 +74,13 @@ def test_what_the_masks_allow_is_spelled_as_the_grammar_says(name: str, padding:
 def test_special_tokens_are_no_text() -> None:
     """They can be asked for by name, and a pattern for any text never allows them."""
     vocabulary = of(TOKENIZERS["byte-level"])
-    assert vocabulary.special == {"<pad>": 0, "<s>": 1, "</s>": 2}
+    special = TOKENIZERS["byte-level"].special_tokens()
+    assert special == {"<pad>": 0, "<s>": 1, "</s>": 2}
     anything = np.frombuffer(
         vocabulary.matcher(regex_grammar(r"(.|\n)+").text).compute_bitmask(), dtype=np.uint8
     )
     assert not np.unpackbits(anything, bitorder="little")[:3].any()
-    named = vocabulary.matcher(text_grammar("a<s>b", vocabulary.special).text)
+    named = vocabulary.matcher(text_grammar("a<s>b", special).text)
     assert named.try_consume_tokens([3 + ord("a"), 1, 3 + ord("b")]) == 3
     spelled = vocabulary.matcher(text_grammar("a<s>b").text)
     assert spelled.try_consume_tokens([3 + byte for byte in b"a<s>b"]) == 5
@@ -91,10 +98,11 @@ def test_a_folder_and_its_loaded_tokenizer_give_one_vocabulary(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = TextTokenizer.load(str(tmp_path))
     assert loaded.hf.convert_tokens_to_ids("<think>") == 259
+    assert loaded.special_tokens()["<think>"] == 259
     grammar = text_grammar("<think>a", {"<think>": 259}).text
     for text in (read_tokenizer(str(tmp_path)), tokenizer_json(loaded.hf)):
         vocabulary = Vocabulary(text, 300, [2])
-        assert vocabulary.special["<think>"] == 259
+        assert special_in(text)["<think>"] == 259
         assert vocabulary.matcher(grammar).try_consume_tokens([259, 3 + ord("a")]) == 2
 
 

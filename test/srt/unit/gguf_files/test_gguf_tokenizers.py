@@ -113,8 +113,11 @@ def test_chats_are_rendered_by_the_files_template(
 
 def test_grammars_read_the_same_vocabulary(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf")
-    vocabulary = Vocabulary(read_tokenizer(str(file)), 2050, [2])
-    assert vocabulary.special == {"<pad>": 0, "<s>": 1, "</s>": 2}
+    text = read_tokenizer(str(file))
+    assert Vocabulary(text, 2050, [2]).eos == (2,)
+    added = json.loads(text)["added_tokens"]
+    special = {token["content"]: token["id"] for token in added if token["special"]}
+    assert special == {"<pad>": 0, "<s>": 1, "</s>": 2}
     with pytest.raises(NoVocabulary, match="kind 'rwkv'"):
         read_tokenizer(str(write(tmp_path / "b.gguf", model="rwkv")))
 

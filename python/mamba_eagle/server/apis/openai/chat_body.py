@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Annotated, Any
 
-from mamba_eagle.chat.format import ChatFormat, make_parser
+from mamba_eagle.chat.format import ChatFormat
+from mamba_eagle.chat.parse import FamilyParser
 from mamba_eagle.chat.render import Chat, TemplateError
 from mamba_eagle.chat.schema import readable_tools
 from mamba_eagle.limits import MAX_DOCUMENTS
@@ -120,9 +121,10 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
         chat_grammar(body, state, tools, prefix),
     )
     job.kept_tokens = state.chat.kept_tokens(family)
-    known = readable_tools(chat.tools or ()) if calls else ()
-    most = 1 if tools is not None and not tools.parallel else None
-    job.make_parser = partial(make_parser, family, prefix, known, most, is_live=body.stream)
+    if family is not None:
+        known = readable_tools(chat.tools or ()) if calls else ()
+        most = 1 if tools is not None and not tools.parallel else None
+        job.make_parser = partial(FamilyParser, family, prefix, known, most, is_live=body.stream)
     return job
 
 
