@@ -16,13 +16,12 @@ from fastapi import Request, Response
 
 from mamba_eagle.chat.family import CALLS, REASONING
 from mamba_eagle.chat.live_calls import ArgumentsPiece
-from mamba_eagle.chat.parse import OutputParser, TextPiece
+from mamba_eagle.chat.parse import TextPiece
 from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.openai.body import OpenAIJob
 from mamba_eagle.server.apis.sse import EventStream, choice_error, updates, wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
-from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 OPENED, MORE, CLOSED = "opened", "more", "closed"
@@ -48,73 +47,16 @@ class News(NamedTuple):
     text: str = ""  # MORE
 
 
-class Parts:
-    """``parser`` reads this sample's text and no other's."""
+class Written:
+    """What there is of a reply: of a job's one sample, up to where ``news`` has read it."""
 
-    def __init__(self, sample: Sample, parser: OutputParser) -> None:
-        self.sample = sample
-        self.all: list[Part] = []
-        self._parser = parser
+    def __init__(self, job: OpenAIJob) -> None:
+        self.sample = job.samples[0]
+        self.parts: list[Part] = []
+        self.reasoning_tokens = 0  # for replies that count them
+        self._parser = job.make_parser()
         self._sent = 0  # characters
         self._open: Part | None = None
-
-    def news(self) -> Iterator[News]:
-        """What is new since the last call."""
-        text = self.sample.visible_text()[self._sent :]
-        self._sent += len(text)
-        pieces = self._parser.feed(text)
-        if self.sample.finish is not None:
-            pieces = pieces + self._parser.finish()
-        for piece in pieces:
-            if isinstance(piece, TextPiece):
-                if self._open is None or self._open.field != piece.field:
-                    yield from self._close()
-                    yield self._begin(piece.field)
-                yield self._add(piece.text)
-            elif isinstance(piece, ArgumentsPiece):
-                yield from self._add_arguments(piece.text, piece.is_last)
-            else:
-                yield from self._close()
-                yield self._begin(CALLS, piece.name)
-                yield from self._add_arguments(piece.arguments, piece.is_whole)
-        if self.sample.finish is not None:
-            if self._open is not None:
-                self._open.cut = self.sample.finish.kind == "length"
-            yield from self._close()
-
-    def _begin(self, field: str, name: str = "") -> News:
-        self._open = Part(len(self.all), field, uuid.uuid4().hex[:24], name=name)
-        self.all.append(self._open)
-        return News(OPENED, self._open)
-
-    def _add_arguments(self, text: str, is_last: bool) -> Iterator[News]:
-        if text:
-            yield self._add(text)
-        if is_last:
-            yield from self._close()
-
-    def _add(self, text: str) -> News:
-        assert self._open is not None
-        self._open.text += text
-        return News(MORE, self._open, text)
-
-    def _close(self) -> Iterator[News]:
-        if self._open is not None:
-            part, self._open = self._open, None
-            yield News(CLOSED, part)
-
-
-@dataclass
-class Written:
-    """What there is of a reply."""
-
-    live: LiveRequest
-    parts: list[Part]
-    reasoning_tokens: int = 0  # for replies that count them
-
-    @property
-    def sample(self) -> Sample:
-        return self.live.samples[0]
 
     @property
     def finish(self) -> FinishReason | None:
@@ -132,6 +74,9 @@ class Written:
     def output_tokens(self) -> int:
         return len(self.sample.output_ids)
 
+    def has_calls(self) -> bool:
+        return any(part.field == CALLS for part in self.parts)
+
     async def count_reasoning(self, tokenizer: TextTokenizer) -> None:
         """Without its tags. In a thread, since it may be long."""
         text = "".join(part.text for part in self.parts if part.field == REASONING)
@@ -139,8 +84,50 @@ class Written:
             tokens = await asyncio.to_thread(tokenizer.encode, text, False)
             self.reasoning_tokens = min(len(tokens), self.output_tokens)
 
-    def has_calls(self) -> bool:
-        return any(part.field == CALLS for part in self.parts)
+    def news(self) -> Iterator[News]:
+        """What is new since the last call."""
+        text = self.sample.visible_text()[self._sent :]
+        self._sent += len(text)
+        pieces = self._parser.feed(text)
+        if self.finish is not None:
+            pieces = pieces + self._parser.finish()
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                if self._open is None or self._open.field != piece.field:
+                    yield from self._close()
+                    yield self._begin(piece.field)
+                yield self._add(piece.text)
+            elif isinstance(piece, ArgumentsPiece):
+                yield from self._add_arguments(piece.text, piece.is_last)
+            else:
+                yield from self._close()
+                yield self._begin(CALLS, piece.name)
+                yield from self._add_arguments(piece.arguments, piece.is_whole)
+        if self.finish is not None:
+            if self._open is not None:
+                self._open.cut = self.finish.kind == "length"
+            yield from self._close()
+
+    def _begin(self, field: str, name: str = "") -> News:
+        self._open = Part(len(self.parts), field, uuid.uuid4().hex[:24], name=name)
+        self.parts.append(self._open)
+        return News(OPENED, self._open)
+
+    def _add_arguments(self, text: str, is_last: bool) -> Iterator[News]:
+        if text:
+            yield self._add(text)
+        if is_last:
+            yield from self._close()
+
+    def _add(self, text: str) -> News:
+        assert self._open is not None
+        self._open.text += text
+        return News(MORE, self._open, text)
+
+    def _close(self) -> Iterator[News]:
+        if self._open is not None:
+            part, self._open = self._open, None
+            yield News(CLOSED, part)
 
 
 class PartReply(ABC):
@@ -183,35 +170,34 @@ async def serve_parts(
 ) -> Response:
     """Raises: RequestError"""
     state.submit(job)
-    parts = Parts(job.samples[0], job.make_parser())
-    written = Written(job, parts.all)
+    written = Written(job)
     if job.body.stream:
         return EventStream(
-            _stream(state, parts, written, reply),
+            _stream(state, written, reply),
             lambda: state.manager.release(job),
             state.config.sse_keep_alive,
             lambda error: named_event(reply.failed(error)),
         )
     await wait_for_success(request, state.manager, job)
-    for _ in parts.news():
+    for _ in written.news():
         pass
     await _count(state, written, reply)
     return json_response(reply.whole(written))
 
 
 async def _stream(
-    state: ServerState, parts: Parts, written: Written, reply: PartReply
+    state: ServerState, written: Written, reply: PartReply
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     interval = state.config.stream_interval
-    async for sample in updates(written.live, lambda sample: interval):
+    async for sample in updates(written.sample.request, lambda sample: interval):
         if (error := choice_error(sample)) is not None:
             raise reply.refusal(error)
         if not begun:
             begun = True
             for event in reply.begin(written):
                 yield named_event(event)
-        for news in parts.news():
+        for news in written.news():
             for event in reply.tell(news):
                 yield named_event(event)
     await _count(state, written, reply)
