@@ -416,10 +416,7 @@ async def _reply(app: ASGIApp, path: str, body: Parameters) -> Any:
 
 async def _post(app: ASGIApp, path: str, body: Parameters) -> Answer:
     call = Call(app, path, body)
-    try:
-        text = b"".join([piece async for piece in call.pieces()])
-    finally:
-        await call.close()
+    text = await call.whole()
     return Answer(call.status, msgspec.json.decode(text or b"{}"))
 
 

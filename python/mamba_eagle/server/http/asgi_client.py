@@ -16,7 +16,8 @@ def _plain(value: Any) -> Any:
 
 
 class Call:
-    """One POST of a JSON object. Iterate over ``pieces`` to the end, or call ``close``."""
+    """One POST of a JSON object. Ask for its ``whole`` reply, or iterate over ``pieces`` to the
+    end, or call ``close``."""
 
     def __init__(self, app: ASGIApp, path: str, body: dict[str, Any], key: str = "") -> None:
         """Must be made on the event loop of the application. key: one of its API keys; "": none."""
@@ -42,6 +43,13 @@ class Call:
             elif message.get("body"):
                 yield message["body"]
         await self._task
+
+    async def whole(self) -> bytes:
+        """All pieces. Raises: as ``pieces``."""
+        try:
+            return b"".join([piece async for piece in self.pieces()])
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """The caller does not want the rest, which ends the request."""

@@ -250,10 +250,7 @@ class _Run:
             if self.lifetime.refusal is not None:
                 raise RequestError(self.lifetime.refusal, UNAVAILABLE)
             call = Call(self.app, line.url, line.body, self.batch.key)
-            try:
-                text = b"".join([piece async for piece in call.pieces()])
-            finally:
-                await call.close()
+            text = await call.whole()
             if call.status != UNAVAILABLE:
                 return line.answered(call.status, json.loads(text))
             await asyncio.sleep(FULL_PAUSE)
