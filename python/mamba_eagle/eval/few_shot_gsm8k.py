@@ -5,6 +5,8 @@
 Without --data-path it asks the 200 held-out problems that come with the embedded model.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time
@@ -12,7 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.bench import results
-from mamba_eagle.bench.client import ServerError, add_server_flags, full_url, generate_all, no_one
+from mamba_eagle.bench.client import (
+    OnReply,
+    ServerError,
+    add_server_flags,
+    full_url,
+    generate_all,
+    no_one,
+)
 from mamba_eagle.config import Parser
 from mamba_eagle.eval import gsm8k
 
@@ -21,6 +30,12 @@ class Reply(NamedTuple):
     text: str
     completion_tokens: int
     verify_steps: int  # 0 without speculation
+
+    @classmethod
+    def of(cls, reply: dict[str, Any]) -> Reply:
+        """reply: of /generate."""
+        meta = reply["meta_info"]
+        return cls(reply["text"], meta["completion_tokens"], meta.get("spec_verify_ct") or 0)
 
 
 class Score(NamedTuple):
@@ -69,28 +84,6 @@ class Progress:
             )
 
 
-def ask(
-    base_url: str,
-    prompts: list[str],
-    sampling: dict[str, Any],
-    parallel: int = 128,
-    api_key: str = "",
-    progress: Progress | None = None,
-) -> list[Reply]:
-    """POST each prompt to /generate, at most ``parallel`` at a time; replies in prompt order.
-
-    Raises: ServerError at the first request that fails.
-    """
-    bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
-    replies = []
-    on_reply = progress.take if progress else no_one
-    for reply in generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply):
-        meta = reply["meta_info"]
-        steps = meta.get("spec_verify_ct") or 0
-        replies.append(Reply(reply["text"], meta["completion_tokens"], steps))
-    return replies
-
-
 def score(questions: list[gsm8k.Example], replies: list[Reply], latency: float) -> Score:
     """``latency``: seconds from the first request to the last reply."""
     labels = [gsm8k.answer_value(question.answer) for question in questions]
@@ -128,18 +121,24 @@ def measure(
     temperature: float = 0.0,
     parallel: int = 128,
     api_key: str = "",
-    progress: Progress | None = None,
+    on_reply: OnReply = no_one,
 ) -> Outcome:
-    """Ask every question of ``task`` and score the answers."""
+    """Ask every question of ``task``, at most ``parallel`` at a time, and score the answers.
+
+    Raises: ServerError at the first request that fails.
+    """
     prompts = [gsm8k.make_prompt(task.shots, problem.question) for problem in task.questions]
     sampling = {
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "stop": gsm8k.STOP,
     }
+    bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
     begin = time.perf_counter()
-    replies = ask(base_url, prompts, sampling, parallel, api_key, progress)
-    return Outcome(replies, score(task.questions, replies, time.perf_counter() - begin))
+    made = generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply)
+    seconds = time.perf_counter() - begin
+    replies = [Reply.of(reply) for reply in made]
+    return Outcome(replies, score(task.questions, replies, seconds))
 
 
 def count(text: str) -> int:
@@ -182,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
             temperature=args.temperature,
             parallel=args.parallel,
             api_key=args.api_key,
-            progress=Progress(task.questions),
+            on_reply=Progress(task.questions).take,
         )
         if args.save_texts:
             save_texts(args.save_texts, task.questions, outcome.replies)
