@@ -182,12 +182,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _token_problems(self, vocab_size: int) -> Iterator[Problem]:
         last = vocab_size - 1
-        if not all(0 <= token <= last for token in self.stop_token_ids):
-            remedy = f"each must be between 0 and {last}"
-            yield Problem("stop_token_ids", self.stop_token_ids, remedy)
-        if not all(0 <= token <= last for token in self.allowed_token_ids):
-            remedy = f"each must be between 0 and {last}"
-            yield Problem("allowed_token_ids", self.allowed_token_ids, remedy)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            tokens = getattr(self, name)
+            if not all(0 <= token <= last for token in tokens):
+                yield Problem(name, tokens, f"each must be between 0 and {last}")
         banned = {ids[0] for ids in self.bad_word_ids if len(ids) == 1}
         if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
             remedy = "bad_words forbid each of them: allow others"

@@ -398,40 +398,31 @@ def items(model: type[Body], what: str, most: int, must: str, least: int = 0) ->
         limit(value, what, most)
         return value if isinstance(value, list) and len(value) >= least else None
 
-    return _Items(
-        convert, must, {"maxItems": most, **({"minItems": least} if least else {})}, model
-    )
+    sizes = {"maxItems": most, **({"minItems": least} if least else {})}
+    return _OfModel(convert, must, {}, model, lambda made: {**list_of(made), **sizes})
 
 
-@dataclass(frozen=True, eq=False)
-class _Items(Kind):
-    model: type[Body]
+def one_or_each(model: type[Body], name: str) -> Kind:
+    """A model, or a list of them with one for each prompt; name: the field's."""
 
-    def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Schema:
-        return {**list_of(handler(self.model.__pydantic_core_schema__)), **self.schema}
-
-
-@dataclass(frozen=True, eq=False)
-class OneOrEach:
-    """A model, or a list of them with one for each prompt; ``name`` is the field's."""
-
-    model: type[Body]
-    name: str
-
-    def read(self, value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if not isinstance(value, list):
-            return read(self.model, value, self.name)
-        return [
-            read(self.model, {} if one is None else one, f"{self.name}[{i}]")
-            for i, one in enumerate(value)
-        ]
+            return read(model, value, name)
+        places = enumerate(value)
+        return [read(model, {} if one is None else one, f"{name}[{i}]") for i, one in places]
 
-    def __get_pydantic_core_schema__(self, *_: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.read)
+    return _OfModel(convert, "", {}, model, lambda made: any_of(made, list_of(made)))
+
+
+@dataclass(frozen=True, eq=False)
+class _OfModel(Kind):
+    """describe: makes the JSON schema of the model's."""
+
+    model: type[Body]
+    describe: Callable[[Schema], Schema]
 
     def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Schema:
-        model = handler(self.model.__pydantic_core_schema__)
-        return any_of(model, list_of(model))
+        return self.describe(handler(self.model.__pydantic_core_schema__))
 
 
 def refuse_half_pairs(values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from mamba_eagle.limits import (
 from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
-from mamba_eagle.server.bodies.kinds import Flag, OneOrEach, read, says
+from mamba_eagle.server.bodies.kinds import Flag, one_or_each, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
 from mamba_eagle.server.bodies.served import Job, Served, check_demand
@@ -57,7 +57,7 @@ class GenerateBody(Served):
 
     text: Annotated[Any, TEXTS] = says("a prompt, or a list of prompts")
     input_ids: Annotated[Any, ID_LISTS] = says("a prompt's token ids, or a list of such")
-    sampling_params: Annotated[Any, OneOrEach(GenerateSampling, "sampling_params")] = says(
+    sampling_params: Annotated[Any, one_or_each(GenerateSampling, "sampling_params")] = says(
         "how to sample"
     )
     stream: Flag = says("server-sent events", False)
@@ -165,13 +165,9 @@ def _count_prompts(body: GenerateBody) -> int:
 
 def _read_prompts(body: GenerateBody, state: ServerState) -> list[list[int]]:
     reader, ids = state.prompts, body.input_ids
-    if isinstance(body.text, list):
-        return reader.prompts(body.text, [f"text[{i}]" for i in range(len(body.text))])
     if body.text is not None:
-        return reader.prompts([body.text], ["text"])
-    if ids and isinstance(ids[0], list):
-        return reader.id_lists(ids, "input_ids")
-    return [reader.check(ids, "input_ids")]
+        return reader.any(body.text, "text")
+    return reader.id_lists(ids, "input_ids") if body.is_batch else [reader.check(ids, "input_ids")]
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────

@@ -30,6 +30,7 @@ from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 Entry = tuple[float | None, int, str | None]  # logprob, token id, text if asked for
+SIDES = ("input", "output")
 # A stream's events are cumulative. Once one has more logprobs than this, the next waits until the
 # output has grown by the share, so that all of them together stay a few times as long as the last.
 MANY_LOGPROBS = 2048
@@ -63,9 +64,10 @@ class Reply:
         self._text = self._name if with_text else None
         self._told_traces = 0
         self._ids = JsonList()
-        self._own = {"input": JsonList(), "output": JsonList()}
-        self._top = {"input": JsonList(), "output": JsonList()}
-        self._named = {"input": JsonList(), "output": JsonList()}
+        asked = {"top": sample.prompt.top_logprobs, "token_ids": sample.prompt.token_ids_logprob}
+        kinds = ("token", *(kind for kind, wanted in asked.items() if wanted))
+        names = [f"{side}_{kind}_logprobs" for side in SIDES for kind in kinds]
+        self._logprobs = {name: JsonList() for name in names}
         self._hidden = JsonList()
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,12 +116,7 @@ class Reply:
         if sample.prompt.return_routed_experts and sample.finish is not None:
             meta["routed_experts"] = base64.b64encode(sample.routed_experts).decode()
         if sample.prompt.return_logprob:
-            for side in ("input", "output"):
-                meta[f"{side}_token_logprobs"] = self._own[side].raw()
-                if sample.prompt.top_logprobs:
-                    meta[f"{side}_top_logprobs"] = self._top[side].raw()
-                if sample.prompt.token_ids_logprob:
-                    meta[f"{side}_token_ids_logprobs"] = self._named[side].raw()
+            meta |= {name: items.raw() for name, items in self._logprobs.items()}
         return meta
 
     # ── logprobs and hidden states ───────────────────────────────────────────────────────────
@@ -137,17 +134,19 @@ class Reply:
         sample.input_logprobs, sample.logprobs = [], []
 
     def add_logprobs(self, side: str, items: Sequence[TokenLogprob]) -> None:
-        self._own[side].extend([self._entry(item.logprob, item.token_id) for item in items])
+        lists, named = self._logprobs, self.sample.prompt.token_ids_logprob
+        own = [self._entry(item.logprob, item.token_id) for item in items]
+        lists[f"{side}_token_logprobs"].extend(own)
         if self.sample.prompt.top_logprobs:
-            self._top[side].extend([self._best(item) for item in items])
-        if named := self.sample.prompt.token_ids_logprob:
-            self._named[side].extend(
+            lists[f"{side}_top_logprobs"].extend([self._best(item) for item in items])
+        if named:
+            lists[f"{side}_token_ids_logprobs"].extend(
                 [[self._entry(*each) for each in zip(item.named, named)] or None for item in items]
             )
 
     def spacing(self, interval: int) -> int:
         """How many new tokens the next event of a stream waits for, at least ``interval``."""
-        tokens = self._own["input"].num_items + self._own["output"].num_items
+        tokens = sum(self._logprobs[f"{side}_token_logprobs"].num_items for side in SIDES)
         prompt = self.sample.prompt
         if tokens * (1 + prompt.top_logprobs + len(prompt.token_ids_logprob)) <= MANY_LOGPROBS:
             return interval
@@ -175,9 +174,7 @@ class PieceReply(Reply):
         piece, new_ids = text[self._told_text :], ids[self._told_ids :]
         self._told_text, self._told_ids = len(text), len(ids)
         reply = {"text": piece, "output_ids": new_ids, "meta_info": self.meta_info()}
-        for lists in (self._own, self._top, self._named):
-            for side in lists:
-                lists[side] = JsonList()
+        self._logprobs = {name: JsonList() for name in self._logprobs}
         return reply
 
 
