@@ -33,78 +33,9 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 OUT_OF_RESOURCES_PAUSE = 1.0
 
 
-class Acceptor:
-    """Accepts one connection per turn of the event loop, and pauses when it must."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        has_room: Callable[[int], bool],
-        tls: ssl.SSLContext | None = None,
-        handshake_timeout: float | None = None,
-    ) -> None:
-        """has_room(n): whether one more fits while n are being connected."""
-        self.listener = listener
-        self._tls: dict[str, Any] = {}
-        if tls is not None:
-            self._tls = {"ssl": tls, "ssl_handshake_timeout": handshake_timeout}
-        self._make_protocol = make_protocol
-        self._has_room = has_room
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._pause_timer: asyncio.TimerHandle | None = None
-        self._warn = RareWarning()
-
-    def start(self) -> None:
-        """Raises: OSError when another server listens on the address."""
-        self.listener.setblocking(False)
-        self.listener.listen(BACKLOG)
-        self._loop.add_reader(self.listener, self._accept)
-
-    def stop(self) -> None:
-        self._loop.remove_reader(self.listener)
-        if self._pause_timer is not None:
-            self._pause_timer.cancel()
-
-    def _accept(self) -> None:
-        if not self._has_room(len(self._tasks)):
-            self._pause(FULL_PAUSE)
-            return
-        try:
-            client, _ = self.listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # the client has left already
-        except OSError as error:
-            if error.errno not in OUT_OF_RESOURCES:
-                raise
-            self._warn(
-                f"no connection can be accepted: {error.strerror}; trying again every second "
-                "(raise ulimit -n, or lower --max-connections)"
-            )
-            self._pause(OUT_OF_RESOURCES_PAUSE)
-            return
-        task = self._loop.create_task(self._connect(client))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self, client: socket.socket) -> None:
-        client.setblocking(False)
-        try:
-            await self._loop.connect_accepted_socket(self._make_protocol, client, **self._tls)
-        except OSError as error:  # a handshake that failed as well
-            log.debug("a client left while it was being connected: %s", error)
-            client.close()
-
-    def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self.listener)
-        self._pause_timer = self._loop.call_later(
-            seconds, self._loop.add_reader, self.listener, self._accept
-        )
-
-
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` on a bound socket. Signals and log lines are the launcher's business."""
+    """Serves ``app`` on a bound socket: accepts one connection per turn of the event loop, and
+    pauses when it must. Signals and log lines are the launcher's business."""
 
     def __init__(
         self,
@@ -126,21 +57,25 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.listener = listener
-        self._tls = tls
-        self._handshake_timeout = limits.header_timeout
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            self._tls = {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
         self._max_connections = limits.connections + limits.spare_connections
-        self.servers = []  # asyncio's; the acceptor stands for them
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._pause_timer: asyncio.TimerHandle | None = None
+        self._warn = RareWarning()
+        self.servers = []  # asyncio's; this one stands for them
 
     async def start(self) -> asyncio.Task[None]:
         """Listens. The task ends when the server has.
 
         Raises: OSError when another server listens on the address.
         """
-        self._acceptor = Acceptor(
-            self.listener, self._make_protocol, self._has_room, self._tls, self._handshake_timeout
-        )
-        self._acceptor.start()
-        serving = asyncio.get_running_loop().create_task(self.serve())
+        self._loop = asyncio.get_running_loop()
+        self.listener.setblocking(False)
+        self.listener.listen(BACKLOG)
+        self._loop.add_reader(self.listener, self._accept)
+        serving = self._loop.create_task(self.serve())
         while not self.started and not serving.done():
             await asyncio.sleep(0.01)
         return serving
@@ -150,12 +85,46 @@ class HttpServer(uvicorn.Server):
         self.config.timeout_graceful_shutdown = seconds  # type: ignore[assignment]
         self.should_exit = True
 
+    # ── connections ──────────────────────────────────────────────────────────────────────────
+
+    def _accept(self) -> None:
+        if len(self.server_state.connections) + len(self._connecting) >= self._max_connections:
+            self._pause(FULL_PAUSE)
+            return
+        try:
+            client, _ = self.listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # the client has left already
+        except OSError as error:
+            if error.errno not in OUT_OF_RESOURCES:
+                raise
+            self._warn(
+                f"no connection can be accepted: {error.strerror}; trying again every second "
+                "(raise ulimit -n, or lower --max-connections)"
+            )
+            self._pause(OUT_OF_RESOURCES_PAUSE)
+            return
+        task = self._loop.create_task(self._connect(client))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, client, **self._tls)
+        except OSError as error:  # a handshake that failed as well
+            log.debug("a client left while it was being connected: %s", error)
+            client.close()
+
     def _make_protocol(self) -> asyncio.Protocol:
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=self.server_state, app_state={})
 
-    def _has_room(self, connecting: int) -> bool:
-        return len(self.server_state.connections) + connecting < self._max_connections
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self.listener)
+        self._pause_timer = self._loop.call_later(
+            seconds, self._loop.add_reader, self.listener, self._accept
+        )
 
     # ── instead of uvicorn's ─────────────────────────────────────────────────────────────────
 
@@ -167,7 +136,9 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._acceptor.stop()
+        self._loop.remove_reader(self.listener)
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
         self.listener.close()
         await super().shutdown(sockets)
 
