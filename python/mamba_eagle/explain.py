@@ -208,15 +208,19 @@ def make_parser() -> Parser:
     return parser
 
 
-def show_cache(args: argparse.Namespace) -> None:
-    try:
-        reply = ask_cache(args.url, args.api_key)
-    except ExplainError as error:
-        sys.exit(f"error: {error}")
-    if args.json:
-        print(msgspec.json.encode(reply).decode())
-    else:
-        explain_cache.show(reply, Console(highlight=False, width=WIDEST))
+def ask(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    """Raises: ExplainError, ConfigError"""
+    sampling: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+    }
+    if problems := SamplingParams(**sampling).problems(vocab_size=1):
+        sys.exit("\n".join(f"error: {problem}" for problem in problems))
+    sampling |= {"json_schema": args.json_schema or None, "regex": args.regex or None}
+    if args.url:
+        return ask_server(args.url, args.text, sampling, args.api_key)
+    return ask_engine(config, args.text, sampling)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -226,31 +230,19 @@ def main(argv: list[str] | None = None) -> None:
     if args.cache:
         if args.text or not args.url:
             parser.error("--cache: shows the cache of a running server: give --url, and no --text")
-        show_cache(args)
-        return
-    if not as_text(args.text):
+    elif not as_text(args.text):
         parser.error(f"--text {args.text!r}: must be text in valid UTF-8, not empty")
-    if args.url and config != EngineConfig():
+    elif args.url and config != EngineConfig():
         parser.error(f"--url {args.url}: the server has its own model; leave the model's flags out")
-    sampling: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "seed": args.seed,
-    }
-    if problems := SamplingParams(**sampling).problems(vocab_size=1):
-        sys.exit("\n".join(f"error: {problem}" for problem in problems))
     try:
-        sampling |= {"json_schema": args.json_schema or None, "regex": args.regex or None}
-        if args.url:
-            reply = ask_server(args.url, args.text, sampling, args.api_key)
-        else:
-            reply = ask_engine(config, args.text, sampling)
+        reply = ask_cache(args.url, args.api_key) if args.cache else ask(args, config)
     except (ExplainError, ConfigError) as error:
         sys.exit(f"error: {error}")
     if args.json:
         print(msgspec.json.encode(reply).decode())
     else:
-        show(reply, Console(highlight=False, width=WIDEST))
+        draw = explain_cache.show if args.cache else show
+        draw(reply, Console(highlight=False, width=WIDEST))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from mamba_eagle.message import (
     LeaveGroup,
     TakeTensors,
     TensorInfo,
+    Weights,
 )
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
@@ -231,9 +232,13 @@ async def finish(state: ServerState) -> None:
     incoming, state.incoming = state.incoming, Incoming()
     if not incoming.folders:
         return
-    changed = ChangeModel(weights=incoming.weights())
-    await answered(state.manager.ask(changed, CHANGE_SECONDS))
-    state.manager.weight_version = incoming.version or state.manager.weight_version
+    await change_weights(state, incoming.weights())
+
+
+async def change_weights(state: ServerState, weights: Weights) -> None:
+    """Raises: RequestError"""
+    await answered(state.manager.ask(ChangeModel(weights=weights), CHANGE_SECONDS))
+    state.manager.weight_version = weights.version or state.manager.weight_version
 
 
 async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -> None:

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.message import AskRanks, ChangeModel, SumWeights, Weights
+from mamba_eagle.message import AskRanks, SumWeights, Weights
 from mamba_eagle.server.apis.rollouts.group import (
-    CHANGE_SECONDS,
     GROUP,
     RANK_SECONDS,
     UpdateInfo,
     Version,
+    change_weights,
     listed,
     take,
     version,
@@ -61,7 +61,9 @@ async def update_weights_from_disk(request: Request, state: Trusted) -> Response
         raise RequestError.about("model_path", "", "must be a folder on the server")
     if body.abort_all_requests:
         await state.manager.abort(None, "aborted: the weights are updated")
-    await _update(state, body.model_path, body.draft_model_path, body.weight_version)
+    target, drafter = body.model_path, body.draft_model_path
+    weights = Weights(target=target, drafter=drafter, version=body.weight_version)
+    await change_weights(state, weights)
     message = f"weights are version {state.manager.weight_version}"
     return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
@@ -77,7 +79,7 @@ async def update_weights(request: Request, state: Trusted) -> Response:
         state.incoming.version = body.weight_version or state.incoming.version
         await take(state, tensors, GROUP, info.packed_buffer_size_bytes if info.packed else 0)
     elif body.weight_dir:
-        await _update(state, body.weight_dir, "", body.weight_version)
+        await change_weights(state, Weights(target=body.weight_dir, version=body.weight_version))
     else:
         raise RequestError.about("weight_dir", "", "must be a folder on the server")
     return json_response({"status": "ok", **version(state)})
@@ -95,13 +97,6 @@ async def update_weights_from_tensor(state: Trusted) -> Response:
 async def get_weight_version(state: State) -> Response:
     """Of the weights that requests run with now."""
     return json_response(version(state))
-
-
-async def _update(state: ServerState, target: str, drafter: str, version: str) -> None:
-    """Raises: RequestError"""
-    asked = ChangeModel(weights=Weights(target=target, drafter=drafter, version=version))
-    await answered(state.manager.ask(asked, CHANGE_SECONDS))
-    state.manager.weight_version = version or state.manager.weight_version
 
 
 NO_RESET = (
