@@ -42,41 +42,6 @@ TOKENS_PER_TURN = 32_768
 TURN_SECONDS = 0.005
 
 
-class Outbox:
-    """Samples that were started and that the scheduler does not know yet, first come first sent."""
-
-    def __init__(self, sender: Sender[ToScheduler]) -> None:
-        self._sender = sender
-        self._waiting: deque[Sample] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, samples: deque[Sample]) -> bool:
-        """Sends one turn of a request's samples and keeps the others. Returns whether they are the
-        first that wait, so that the caller must send them in turns."""
-        self._send(samples)
-        was_empty = not self._waiting
-        self._waiting += samples
-        return was_empty and bool(samples)
-
-    def send_turn(self) -> None:
-        self._send(self._waiting)
-
-    def _send(self, samples: deque[Sample]) -> None:
-        """Hands the first of them to the scheduler, no more than it takes in in a moment."""
-        tokens = 0
-        for _ in range(min(SAMPLES_PER_TURN, len(samples))):
-            sample = samples.popleft()
-            if sample.finish is not None:
-                continue
-            sample.sent = True
-            self._sender.send(_message(sample))
-            tokens += len(sample.prompt.token_ids)
-            if tokens >= TOKENS_PER_TURN:
-                break
-
-
 def _message(sample: Sample) -> Generate:
     # Stop strings are looked for here; thousands of them would travel for nothing.
     own = replace(sample.prompt.sampling, seed=sample.seed, stop=[])
@@ -224,7 +189,7 @@ class TokenizerManager:
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self._live = LiveSamples()
         self._numbers = itertools.count(1)
-        self._outbox = Outbox(self._sender)
+        self._unsent: deque[Sample] = deque()  # started, and not known to the scheduler yet
         self.ask = Questions(self._sender, recorder, config.num_ranks)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inbox = Inbox(Receiver(context, socket_dir, "to_server"), self._receive)
@@ -264,8 +229,10 @@ class TokenizerManager:
             for i in range(prompt.n):
                 started.append(self._start(live, prompt, i, sample_seed(seed, i)))
         self.recorder.started(live)
-        if self._outbox.put(started):
+        self._send_turn(started)
+        if started and not self._unsent:
             self._spawn(self._send_unsent())
+        self._unsent += started
 
     def _admit(self, live: LiveRequest) -> set[str]:
         """All names of a request that may start."""
@@ -304,9 +271,23 @@ class TokenizerManager:
         return sample
 
     async def _send_unsent(self) -> None:
-        while self._outbox and self.dead is None:
+        """First come, first sent."""
+        while self._unsent and self.dead is None:
             await asyncio.sleep(TURN_SECONDS)
-            self._outbox.send_turn()
+            self._send_turn(self._unsent)
+
+    def _send_turn(self, samples: deque[Sample]) -> None:
+        """Hands the first of them to the scheduler, no more than it takes in in a moment."""
+        tokens = 0
+        for _ in range(min(SAMPLES_PER_TURN, len(samples))):
+            sample = samples.popleft()
+            if sample.finish is not None:
+                continue
+            sample.sent = True
+            self._sender.send(_message(sample))
+            tokens += len(sample.prompt.token_ids)
+            if tokens >= TOKENS_PER_TURN:
+                break
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)

@@ -325,7 +325,7 @@ def test_many_samples_are_sent_and_ended_in_turns() -> None:
             task = asyncio.ensure_future(server.post("/generate", **body))
             while server.manager.num_live < 500:
                 await asyncio.sleep(0)
-            first = len(server.manager._outbox)
+            first = len(server.manager._unsent)
             assert first > 400
             # Another request does not wait for them.
             assert (await server.post("/generate", text="b")).json()["text"] == "ok"
@@ -348,7 +348,7 @@ def test_samples_that_were_ended_before_their_turn_never_reach_the_engine() -> N
                 await asyncio.sleep(0)
             await server.post("/abort_request", rid="many")
             await task
-            while server.manager._outbox:
+            while server.manager._unsent:
                 await asyncio.sleep(0.01)
             await server.all_heard()
             sent = {item.rid for item in server.engine.of(Generate)}
