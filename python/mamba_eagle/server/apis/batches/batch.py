@@ -1,6 +1,8 @@
 """Batches: each line of a file is a request to this server, its reply a line of another file.
 Files are in a folder of this server, each for the key that made it."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging
@@ -118,6 +120,8 @@ class Batch:
         self.files: dict[str, StoredFile] = {}  # output and error, those that have a line
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
+        self._paths: dict[str, Path] = {}  # of those files
+        self._reading = asyncio.Lock()
 
     def set_status(self, status: str, time_name: str = "") -> None:
         self.status = status
@@ -150,9 +154,64 @@ class Batch:
             self.set_status("cancelling")
             self.task.cancel()
 
+    # ── its lines are answered, some at a time ───────────────────────────────────────────────
+
+    async def run(self, store: BatchStore, at_once: int) -> None:
+        """Ends in one of ENDED, whatever happens."""
+        try:
+            await asyncio.wait_for(self._answer_all(store, at_once), WINDOW)
+            self.set_status("completed")
+        except asyncio.TimeoutError:
+            self.set_status("expired")
+        except asyncio.CancelledError:
+            self.set_status("cancelled")
+        except RequestError as error:
+            self.problem = error.message
+            self.set_status("failed")
+        except Exception:
+            log.exception("batch %s failed", self.id)
+            self.problem = "the batch failed; see the server log"
+            self.set_status("failed")
+        finally:
+            for kind, path in self._paths.items():
+                name, purpose = f"{self.id}_{kind}.jsonl", "batch_output"
+                self.files[kind] = store.files.add(self.key, name, purpose, path)
+
+    async def _answer_all(self, store: BatchStore, at_once: int) -> None:
+        path = self.source.path
+        self.counts["total"] = await asyncio.to_thread(_count_lines, path)
+        self.set_status("in_progress")
+        lines = read_lines(path, (self.endpoint,))
+        workers = [asyncio.ensure_future(self._work(store, lines)) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        self.set_status("finalizing")
+
+    async def _work(self, store: BatchStore, lines: Iterator[Line]) -> None:
+        while (line := await self._next(lines)) is not None:
+            reply = line.refused() if line.problem else await store.reply(line, self.key)
+            is_error = reply["error"] is not None
+            self._write(store.files, "error" if is_error else "output", reply)
+            self.counts["failed" if is_error else "completed"] += 1
+
+    async def _next(self, lines: Iterator[Line]) -> Line | None:
+        async with self._reading:
+            return await asyncio.to_thread(next, lines, None)
+
+    def _write(self, files: FileStore, kind: str, reply: dict[str, Any]) -> None:
+        text = json.dumps(reply).encode() + b"\n"
+        files.take(self.key, len(text))
+        path = self._paths.setdefault(kind, files.new_path())
+        with open(path, "ab") as file:
+            file.write(text)
+
 
 class BatchStore:
-    """All batches, and the tasks that run them."""
+    """All batches, and the application that answers their lines."""
 
     def __init__(self, app: ASGIApp, lifetime: Lifetime, folder: str) -> None:
         self.files = FileStore(folder)
@@ -173,8 +232,18 @@ class BatchStore:
                 raise RequestError(message, UNAVAILABLE, retry_after=60)
             del self._batches[ended[-1]]
         self._batches[batch.id] = batch
-        run = _Run(batch, self.files, self._app, self._lifetime, at_once)
-        batch.task = asyncio.get_running_loop().create_task(run.all())
+        batch.task = asyncio.get_running_loop().create_task(batch.run(self, at_once))
+
+    async def reply(self, line: Line, key: str) -> dict[str, Any]:
+        """Once the server has room for it. Raises: RequestError 503 if that ends"""
+        while True:
+            if self._lifetime.refusal is not None:
+                raise RequestError(self._lifetime.refusal, UNAVAILABLE)
+            call = Call(self._app, line.url, line.body, key)
+            text = await call.whole()
+            if call.status != UNAVAILABLE:
+                return line.answered(call.status, json.loads(text))
+            await asyncio.sleep(FULL_PAUSE)
 
     def of(self, key: str) -> list[Batch]:
         """The newest first."""
@@ -187,85 +256,6 @@ class BatchStore:
             remedy = "there is no such batch: it was another API key's, or went to make room"
             raise RequestError(f"batch = {shown(id)}: {remedy}", 404)
         return batch
-
-
-class _Run:
-    """Answers the lines of a batch, some at a time."""
-
-    def __init__(
-        self, batch: Batch, files: FileStore, app: ASGIApp, lifetime: Lifetime, at_once: int
-    ) -> None:
-        self.batch, self.files, self.app, self.lifetime = batch, files, app, lifetime
-        self.at_once = at_once
-        self._paths: dict[str, Path] = {}
-        self._reading = asyncio.Lock()
-
-    async def all(self) -> None:
-        """Ends in one of ENDED, whatever happens."""
-        batch = self.batch
-        try:
-            await asyncio.wait_for(self._answer_all(), WINDOW)
-            batch.set_status("completed")
-        except asyncio.TimeoutError:
-            batch.set_status("expired")
-        except asyncio.CancelledError:
-            batch.set_status("cancelled")
-        except RequestError as error:
-            batch.problem = error.message
-            batch.set_status("failed")
-        except Exception:
-            log.exception("batch %s failed", batch.id)
-            batch.problem = "the batch failed; see the server log"
-            batch.set_status("failed")
-        finally:
-            self._keep()
-
-    async def _answer_all(self) -> None:
-        batch, path = self.batch, self.batch.source.path
-        batch.counts["total"] = await asyncio.to_thread(_count_lines, path)
-        batch.set_status("in_progress")
-        lines = read_lines(path, (batch.endpoint,))
-        workers = [asyncio.ensure_future(self._work(lines)) for _ in range(self.at_once)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        batch.set_status("finalizing")
-
-    async def _work(self, lines: Iterator[Line]) -> None:
-        while (line := await self._next(lines)) is not None:
-            reply = line.refused() if line.problem else await self._reply(line)
-            is_error = reply["error"] is not None
-            self._write("error" if is_error else "output", reply)
-            self.batch.counts["failed" if is_error else "completed"] += 1
-
-    async def _next(self, lines: Iterator[Line]) -> Line | None:
-        async with self._reading:
-            return await asyncio.to_thread(next, lines, None)
-
-    async def _reply(self, line: Line) -> dict[str, Any]:
-        while True:
-            if self.lifetime.refusal is not None:
-                raise RequestError(self.lifetime.refusal, UNAVAILABLE)
-            call = Call(self.app, line.url, line.body, self.batch.key)
-            text = await call.whole()
-            if call.status != UNAVAILABLE:
-                return line.answered(call.status, json.loads(text))
-            await asyncio.sleep(FULL_PAUSE)
-
-    def _write(self, kind: str, reply: dict[str, Any]) -> None:
-        text = json.dumps(reply).encode() + b"\n"
-        self.files.take(self.batch.key, len(text))
-        path = self._paths.setdefault(kind, self.files.new_path())
-        with open(path, "ab") as file:
-            file.write(text)
-
-    def _keep(self) -> None:
-        for kind, path in self._paths.items():
-            name, purpose = f"{self.batch.id}_{kind}.jsonl", "batch_output"
-            self.batch.files[kind] = self.files.add(self.batch.key, name, purpose, path)
 
 
 def _count_lines(path: Path) -> int:
