@@ -155,7 +155,6 @@ def report_lines(made: Generation) -> list[str]:
 class Speed:
     """Decode steps of the whole batch: means, because a median hides the steps that fold."""
 
-    batch: int
     nodes: int
     seconds: float  # per step
     tokens: float  # per step, of all requests
@@ -211,7 +210,7 @@ def speed_of(
     few_bits = FewBits(policy, config.kv_cache_dtype)
     dtype, ssm_dtype = str(ready.details["dtype"]), config.mamba_ssm_dtype
     least = step_bytes(model, size, dtype, ssm_dtype, few_bits)
-    return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s, experts)
+    return Speed(size.nodes, seconds, tokens, least, copy_tb_s, experts)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import uvicorn
 import zmq
 from fake_engine import FakeEngine, Script, length_of
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from llguidance import LLMatcher
 from tiny_tokenizer import byte_level, spell
 
@@ -24,12 +25,17 @@ from mamba_eagle.message import Generate, GetState
 from mamba_eagle.message.channel import make_socket_dir, remove_socket_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
-from mamba_eagle.server.app import make_app
+from mamba_eagle.server.app import ROOMS, make_app
+from mamba_eagle.server.bodies.kinds import Body
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.manager import TokenizerManager
 
 TOKENIZER = byte_level()
 PATIENCE = 120.0  # seconds; only what hangs takes so long
+_ROUTES = [one for room in ROOMS for one in room.router.routes if isinstance(one, APIRoute)]
+_EXTRAS = {one.path: one.openapi_extra for one in _ROUTES if one.openapi_extra}
+# The models that read bodies, by the paths of their routes.
+BODIES: dict[str, type[Body]] = {path: one["body"] for path, one in _EXTRAS.items() if one["body"]}
 
 
 def says(text: str) -> Script:

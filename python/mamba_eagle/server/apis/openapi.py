@@ -13,7 +13,7 @@ from starlette.responses import FileResponse
 from starlette.routing import BaseRoute
 
 from mamba_eagle import __version__
-from mamba_eagle.server.bodies.kinds import Body, Schema, described, takes
+from mamba_eagle.server.bodies.kinds import Schema, described, takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import State
 
@@ -69,12 +69,6 @@ def describe(routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]
         "components": {"schemas": {**models, "Error": ERROR}, "securitySchemes": KEYS},
         "security": [{}, *({name: []} for name in KEYS)],
     }
-
-
-def bodies(routes: Iterable[BaseRoute]) -> dict[str, type[Body]]:
-    """By the paths of the routes that read them."""
-    found = [(one.path, one.openapi_extra) for one in routes if isinstance(one, APIRoute)]
-    return {path: extra["body"] for path, extra in found if extra and extra["body"]}
 
 
 def _operation(route: APIRoute, path: str, method: str, models: Schema) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_of_experts_only_those_are_read_that_tokens_go_to() -> None:
 
 def test_speed_follows_from_the_time_of_a_step() -> None:
     least = StepBytes(weights=2e9, states=0.5e9, kv=0.5e9)
-    speed = Speed(batch=4, nodes=8, seconds=0.002, tokens=12, least=least, copy_tb_s=3.0)
+    speed = Speed(nodes=8, seconds=0.002, tokens=12, least=least, copy_tb_s=3.0)
     assert speed.tokens_per_second == 6000
     assert speed.gb_per_second == pytest.approx(1500)
     assert speed.share == pytest.approx(0.5)
@@ -106,7 +106,7 @@ def test_speed_follows_from_the_time_of_a_step() -> None:
 
 
 def test_a_cpu_has_no_share_of_a_limit() -> None:
-    speed = Speed(1, 1, 0.01, 1, StepBytes(1e9, 0, 0), copy_tb_s=None)
+    speed = Speed(1, 0.01, 1, StepBytes(1e9, 0, 0), copy_tb_s=None)
     assert speed.share is None
     assert speed.line() == (
         "Step.    plain: 10.000 ms, 100.0 token/s, 100.0 GB/s (weights 1.00 + states 0.00 + "

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from chat_samples import HERMES
 from rich_bodies import RIGHT
-from server_harness import Harness, run
+from server_harness import BODIES, Harness, run
 from test_server_chat import chatting, ends
 
 from mamba_eagle.core import SamplingParams, declared
@@ -20,13 +20,10 @@ from mamba_eagle.server.apis import openapi
 from mamba_eagle.server.apis.generate.body import GenerateSampling
 from mamba_eagle.server.apis.openai.body import CompletionBody
 from mamba_eagle.server.apis.openai.chat_body import ChatBody
-from mamba_eagle.server.apis.openapi import bodies
-from mamba_eagle.server.app import ROOMS
 from mamba_eagle.server.bodies.kinds import Body, described
 from mamba_eagle.server.bodies.served import Served
 
 PAGE = Path(__file__).parents[4] / "docs/http.md"
-BODIES = bodies(route for room in ROOMS for route in room.router.routes)
 # What the models of routes read, but only say to whom it belongs.
 UNSAID = {"n", "seed", "sampling_seed"}
 

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import run, says, serving
+from server_harness import BODIES, run, says, serving
 
 from mamba_eagle.server.apis.generate.body import GenerateSampling
-from mamba_eagle.server.apis.openapi import bodies
-from mamba_eagle.server.app import ROOMS
 from mamba_eagle.server.bodies.kinds import Body, read
 from mamba_eagle.server.errors import RequestError
 
 DECLARED = json.loads((Path(__file__).parents[2] / "rigs/client_fields.json").read_text())
 PAGE = (Path(__file__).parents[4] / "docs/clients.md").read_text()
-BODIES = bodies(route for room in ROOMS for route in room.router.routes)
 MODELS: dict[str, type[Body]] = {**BODIES, "sampling_params": GenerateSampling}
 CASES = [
     pytest.param(MODELS[route], names.split(), id=f"{source}{route}")
