@@ -6,6 +6,8 @@ import asyncio
 import codecs
 import collections
 import contextlib
+import dataclasses
+import json
 import os
 import re
 import signal
@@ -15,11 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mamba_eagle import logs
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Heartbeat
 from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL, role_name
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 
+SETTINGS = "config.json"  # in the folder of the sockets
 KILL_AFTER = 2.5  # seconds between END_SIGNAL and SIGKILL, so that all ends within 5
 
 
@@ -97,18 +103,16 @@ class Child:
         return f"the {self.role} process (pid {self.pid}) {how}{said}"
 
 
-def engine_command(role: str, socket_dir: str, config_file: str, rank: int = 0) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        f"mamba_eagle.{role}.process",
-        "--socket-dir",
-        socket_dir,
-        "--config-file",
-        config_file,
-        "--rank",
-        str(rank),
-    ]
+def write_settings(socket_dir: str, config: EngineConfig) -> None:
+    """For the processes that are started in this folder. Raises: OSError"""
+    Path(socket_dir, SETTINGS).write_text(json.dumps(dataclasses.asdict(config)))
+
+
+def engine_child(kind: str, rank: int, socket_dir: str, on_end: Callable[[Child], None]) -> Child:
+    """A scheduler or a runner. Raises: OSError"""
+    command = [sys.executable, "-m", f"mamba_eagle.{kind}.process", "--socket-dir", socket_dir]
+    command += ["--config-file", str(Path(socket_dir, SETTINGS)), "--rank", str(rank)]
+    return Child(role_name(kind, rank), command, on_end, RANK_ENVIRONMENT)
 
 
 def end_children(children: list[Child]) -> None:

@@ -7,10 +7,8 @@ determines the exit code and the last line.
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import importlib
-import json
 import logging
 import os
 import sys
@@ -19,7 +17,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import zmq
@@ -29,11 +26,16 @@ from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
 from mamba_eagle.message.lifetime import role_name
-from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
-from mamba_eagle.server.engine.children import Child, Watchdog, end_children, engine_command
+from mamba_eagle.server.engine.children import (
+    Child,
+    Watchdog,
+    end_children,
+    engine_child,
+    write_settings,
+)
 from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.state import ServerState
@@ -175,20 +177,18 @@ class Launch(ABC):
     # ── start ────────────────────────────────────────────────────────────────────────────────
 
     def start_engine(self) -> None:
-        config_file = Path(self.socket_dir, "config.json")
-        config_file.write_text(json.dumps(dataclasses.asdict(own_engine_part(self.config))))
+        write_settings(self.socket_dir, own_engine_part(self.config))
         self.say(f"server process: pid {os.getpid()}")
         ranks = range(self.config.ranks_per_node)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
-            command = engine_command(kind, self.socket_dir, str(config_file), rank)
-            role = role_name(kind, rank)
             try:
-                child = Child(role, command, self._child_ended, RANK_ENVIRONMENT)
+                child = engine_child(kind, rank, self.socket_dir, self._child_ended)
             except OSError as error:
+                role = role_name(kind, rank)
                 self.end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
                 return
             self.children.append(child)
-            self.say(f"{role} process: pid {child.pid}")
+            self.say(f"{child.role} process: pid {child.pid}")
 
     def end_engine(self) -> None:
         """Returns when it has ended; called in a thread."""

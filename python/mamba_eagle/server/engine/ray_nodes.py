@@ -11,14 +11,11 @@ Ray.
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import logging
 import random
 import signal
 import socket
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -32,11 +29,9 @@ from mamba_eagle.backend.forecast import on_cpu
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, engine_part
 from mamba_eagle.message import BEAT_SECONDS, Heartbeat, ToWatchdog
 from mamba_eagle.message.channel import Receiver, new_socket_dir, remove_socket_dir
-from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.message.link import FIXED_PORTS, CurvePair, Link, write_link
-from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.server.engine.checkpoints import fingerprint, same_settings
-from mamba_eagle.server.engine.children import Child, end_children, engine_command
+from mamba_eagle.server.engine.children import Child, end_children, engine_child, write_settings
 from mamba_eagle.server.engine.nodes import ENDED, LOST_NODE, Fault, Nodes, OnFault, fault
 
 # An event loop may stand still for long while several processes load models on few cores.
@@ -95,12 +90,10 @@ class NodeRanks:
 
     def _start_ranks(self, config: EngineConfig, start: NodeStart) -> None:
         write_link(self.socket_dir, start.link)
-        config_file = Path(self.socket_dir, "config.json")
-        config_file.write_text(json.dumps(dataclasses.asdict(config)))
+        write_settings(self.socket_dir, config)
         first = start.node * config.ranks_per_node
         for rank in range(first, first + config.ranks_per_node):
-            command = engine_command("runner", self.socket_dir, str(config_file), rank)
-            child = Child(role_name("runner", rank), command, self._ended, RANK_ENVIRONMENT)
+            child = engine_child("runner", rank, self.socket_dir, self._ended)
             self.children.append(child)
             print(f"{child.role} process: pid {child.pid}", flush=True)
 
