@@ -39,7 +39,7 @@ from mamba_eagle.server.apis.rollouts import group, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import sample_error, wait_until_done
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.http.at_reply import RequestCount, RequestIds, SimulationMark
+from mamba_eagle.server.http.at_reply import AtReply, counted, named, simulated
 from mamba_eagle.server.http.auth import KeyAuth
 from mamba_eagle.server.http.origins import guard_origins
 from mamba_eagle.server.lifetime import RETRY_AFTER
@@ -95,7 +95,7 @@ def make_app(state: ServerState) -> FastAPI:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]
     routes = {route.path for route in app.state.routes if isinstance(route, Route)}
-    app.add_middleware(RequestCount, routes=routes, count=state.recorder.replied)
+    app.add_middleware(AtReply, begin=counted(routes, state.recorder.replied))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)
@@ -104,9 +104,9 @@ def make_app(state: ServerState) -> FastAPI:
         app.add_middleware(KeyAuth, keys=[*state.api_keys, *admin], open_paths=OPEN_PATHS)
     guard_origins(app, state.config)
     app.add_middleware(PlainPaths, root_path=state.config.root_path)
-    app.add_middleware(RequestIds)
+    app.add_middleware(AtReply, begin=named)
     if state.config.simulate_acc_len:
-        app.add_middleware(SimulationMark, length=state.config.simulate_acc_len)
+        app.add_middleware(AtReply, begin=simulated(state.config.simulate_acc_len))
     return app
 
 

@@ -1,7 +1,6 @@
 """What is done as a reply begins: it is counted, and marked. Plain ASGI: streams pass untouched."""
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 
@@ -14,15 +13,15 @@ trace_parent: ContextVar[str] = ContextVar("trace_parent", default="")
 MAX_LENGTH = 128  # characters; a longer one is replaced
 
 
-class AtReply(ABC):
+# A request has come; gives what is called with the reply's first message.
+Begin = Callable[[Scope], Callable[[Message], None]]
+
+
+class AtReply:
     """Middleware that acts when a reply begins."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    @abstractmethod
-    def begin(self, scope: Scope) -> Callable[[Message], None]:
-        """A request has come; returns what is called with the reply's first message."""
+    def __init__(self, app: ASGIApp, begin: Begin) -> None:
+        self.app, self.begin = app, begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,39 +41,28 @@ def add_header(message: Message, name: bytes, value: bytes) -> None:
     message["headers"] = [*message.get("headers", ()), (name, value)]
 
 
-class RequestCount(AtReply):
+def counted(routes: Collection[str], count: Callable[[str, int], None]) -> Begin:
     """By route and status. A path that is no route counts as "other": clients may send any."""
 
-    def __init__(
-        self, app: ASGIApp, routes: Collection[str], count: Callable[[str, int], None]
-    ) -> None:
-        super().__init__(app)
-        self.routes, self.count = frozenset(routes), count
+    def begin(scope: Scope) -> Callable[[Message], None]:
+        route = scope["path"] if scope["path"] in routes else "other"
+        return lambda message: count(route, message["status"])
 
-    def begin(self, scope: Scope) -> Callable[[Message], None]:
-        route = scope["path"] if scope["path"] in self.routes else "other"
-        return lambda message: self.count(route, message["status"])
+    return begin
 
 
-class SimulationMark(AtReply):
+def simulated(length: float) -> Begin:
     """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
-
-    def __init__(self, app: ASGIApp, length: float) -> None:
-        super().__init__(app)
-        self.length = f"{length:g}".encode()
-
-    def begin(self, scope: Scope) -> Callable[[Message], None]:
-        return lambda message: add_header(message, SIMULATION_HEADER, self.length)
+    value = f"{length:g}".encode()
+    return lambda scope: lambda message: add_header(message, SIMULATION_HEADER, value)
 
 
-class RequestIds(AtReply):
+def named(scope: Scope) -> Callable[[Message], None]:
     """Sends the client's request id back, or one made here."""
-
-    def begin(self, scope: Scope) -> Callable[[Message], None]:
-        headers = dict(scope["headers"])
-        name = _sendable(headers.get(HEADER, b"")) or uuid.uuid4().hex.encode()
-        trace_parent.set(headers.get(b"traceparent", b"").decode("latin-1"))
-        return lambda message: add_header(message, HEADER, name)
+    headers = dict(scope["headers"])
+    name = _sendable(headers.get(HEADER, b"")) or uuid.uuid4().hex.encode()
+    trace_parent.set(headers.get(b"traceparent", b"").decode("latin-1"))
+    return lambda message: add_header(message, HEADER, name)
 
 
 def _sendable(value: bytes) -> bytes:
