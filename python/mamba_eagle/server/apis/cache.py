@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_PIN_SECONDS, MAX_RID_LENGTH, MAX_SHOWN
 from mamba_eagle.message import CacheNode, CloseSession, OpenSession
 from mamba_eagle.server.bodies import kinds
@@ -56,7 +55,7 @@ async def cache(request: Request, state: State) -> Response:
     adds the beginning of each one's text, and takes the admin key."""
     given = request.query_params.get("nodes", str(DEFAULT_NODES))
     if not (given.isascii() and given.isdigit() and int(given[:9]) <= MAX_NODES):
-        raise RequestError(f"nodes = {shown(given)}: must be 0 to {MAX_NODES}", param="nodes")
+        raise RequestError.about("nodes", given, f"must be 0 to {MAX_NODES}")
     with_text = _wants_text(request, state)
     reply = await state.ask(int(given), MAX_TEXT_TOKENS if with_text else 0)
     found = reply.state
@@ -79,7 +78,7 @@ def _wants_text(request: Request, state: ServerState) -> bool:
     """Raises: RequestError 401 or 403 unless it comes from the operator."""
     given = request.query_params.get("text", "0")
     if given not in ("0", "1"):
-        raise RequestError(f"text = {shown(given)}: must be 0 or 1", param="text")
+        raise RequestError.about("text", given, "must be 0 or 1")
     if given == "0":
         return False
     # It shows what other clients have sent.

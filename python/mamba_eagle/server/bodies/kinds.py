@@ -237,7 +237,6 @@ FLAG = Kind(
 accepts_unknown: ContextVar[bool] = ContextVar("accepts_unknown", default=False)
 Text = Annotated[str, TEXT]  # what tokenizers and replies can take
 Integer = Annotated[int, INTEGER_KIND]
-Number = Annotated[float, NUMBER]
 Flag = Annotated[bool, FLAG]
 Object = Annotated[dict[str, Any], OBJECT]
 
@@ -435,9 +434,7 @@ def refuse_half_pairs(values: dict[str, Any]) -> None:
         path, value = waiting.pop()
         if isinstance(value, str):
             if kinds.as_text(value) is None:
-                raise RequestError(
-                    f"{path} = {shown(value)}: must be a string of valid Unicode", param=path
-                )
+                raise RequestError.about(path, value, TEXT.must)
         elif isinstance(value, dict):
             for name in value:
                 if kinds.as_text(name) is None:

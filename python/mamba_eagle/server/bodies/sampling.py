@@ -78,17 +78,6 @@ SEED = kinds.integer(0, MAX_INTEGER, PARAMETERS["seed"][1].remedy)
 Samples = Annotated[int, kinds.integer(1, MAX_SAMPLES)]
 
 
-def parameter_fields(*names: str) -> dict[str, Any]:
-    """The fields of these parameters, for a model. What is out of bounds is found when their
-    values come together (``checked``), so that a refusal names all of it."""
-    made: dict[str, Any] = {}
-    for name in names:
-        kind, parameter = PARAMETERS[name]
-        read_as = replace(KINDS[kind], schema={**KINDS[kind].schema, **kinds.bounds(parameter)})
-        made[name] = (Annotated[Any, read_as], says(parameter.about, getattr(DEFAULT, name)))
-    return made
-
-
 def bounded(name: str) -> kinds.Kind:
     """An integer parameter under another name: its bounds are checked with the others'."""
     schema = {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])}
@@ -100,13 +89,16 @@ LENGTHS = ("max_new_tokens", "min_new_tokens")  # the OpenAI routes call them ot
 
 
 def with_parameters(*but: str) -> Callable[[type[M]], type[M]]:
-    """Adds the sampling parameters to a model, except for some."""
-    names = [name for name in PARAMETERS if name not in but and name != "seed"]
+    """Adds the sampling parameters to a model, except for some. What is out of bounds is found when
+    their values come together (``checked``), so that a refusal names all of it."""
+    fields: dict[str, Any] = {}
+    for name, (kind, parameter) in PARAMETERS.items():
+        if name not in but and name != "seed":
+            read_as = replace(KINDS[kind], schema={**KINDS[kind].schema, **kinds.bounds(parameter)})
+            fields[name] = (Annotated[Any, read_as], says(parameter.about, getattr(DEFAULT, name)))
 
     def add(model: type[M]) -> type[M]:
-        return create_model(
-            model.__name__, __base__=model, __doc__=model.__doc__, **parameter_fields(*names)
-        )
+        return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
     return add
 

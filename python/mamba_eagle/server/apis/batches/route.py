@@ -8,7 +8,6 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse
 
-from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_FILE_BYTES, MAX_PAGE, MAX_SHOWN
 from mamba_eagle.server.apis.batches.batch import Batch, BatchStore, StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
@@ -152,11 +151,11 @@ def _page(request: Request, found: Sequence[Batch | StoredFile]) -> Response:
     """A part of a list, as OpenAI's clients go through it."""
     given = request.query_params.get("limit", "100")
     if not (given.isascii() and given.isdigit() and 0 < int(given[:9]) <= MAX_PAGE):
-        raise RequestError(f"limit = {shown(given)}: must be 1 to {MAX_PAGE}", param="limit")
+        raise RequestError.about("limit", given, f"must be 1 to {MAX_PAGE}")
     ids = [one.id for one in found]
     after = request.query_params.get("after")
     if after is not None and after not in ids:
-        raise RequestError(f"after = {shown(after)}: there is no such id", param="after")
+        raise RequestError.about("after", after, "there is no such id")
     begin = ids.index(after) + 1 if after is not None else 0
     page = found[begin : begin + int(given)]
     return json_response(

@@ -92,16 +92,20 @@ def _call(value: Any, call: MessageCall, path: str) -> dict[str, Any]:
     """Arguments come as JSON text; templates write them out one by one."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        arguments = _object(arguments, f"{path}.function.arguments") if arguments.strip() else {}
+        arguments = json_object(arguments, f"{path}.function.arguments")
     function = {**value["function"], "arguments": arguments or {}}
     return {**value, "type": "function", "function": function}
 
 
-def _object(text: str, path: str) -> dict[str, Any]:
+def json_object(text: str, path: str) -> dict[str, Any]:
+    """Of the arguments of a call; none are written as no text, too.
+
+    Raises: RequestError 400
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise RequestError(f"{path} = {shown(text)}: must be a JSON object as text", param=path)
+        raise RequestError.about(path, text, ARGUMENTS.must)
     return value

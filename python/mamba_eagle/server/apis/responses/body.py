@@ -1,6 +1,5 @@
 """The body of OpenAI's /v1/responses as one of /v1/chat/completions."""
 
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pydantic import Field
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
 from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens, OpenAIJob
 from mamba_eagle.server.apis.openai.chat_body import EFFORT
+from mamba_eagle.server.apis.openai.messages import json_object
 from mamba_eagle.server.apis.openai.tools import CHOICES, TOOLS
 from mamba_eagle.server.apis.openai.translation import (
     TEXT_OR_PARTS,
@@ -315,13 +315,7 @@ def _with_texts(item: Item, own: str) -> Item:
 def _call(item: Item, own: str) -> dict[str, Any]:
     call_id = needed(item.call_id, f"{own}.call_id", "must be the id of the call")
     name = needed(item.name, f"{own}.name", "must be the name of the function")
-    try:
-        is_object = not item.arguments.strip() or isinstance(json.loads(item.arguments), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        remedy = "must be a JSON object as text"
-        raise RequestError.about(f"{own}.arguments", item.arguments, remedy)
+    json_object(item.arguments, f"{own}.arguments")  # it is one
     function = {"name": name, "arguments": item.arguments}
     return {"id": call_id, "type": "function", "function": function}
 
