@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -47,35 +47,6 @@ def _message(sample: Sample) -> Generate:
     own = replace(sample.prompt.sampling, seed=sample.seed, stop=[])
     name, arrival = sample.engine_rid, sample.request.arrival
     return replace(sample.prompt, rid=name, sampling=own, n=1, seed=None, arrival_time=arrival)
-
-
-class Inbox:
-    """Hands on all that comes, or as much as one turn may take: the others follow in the next."""
-
-    def __init__(self, receiver: Receiver[ToServer], take: Callable[[ToServer], None]) -> None:
-        """take: called with each message, on the running loop. receiver: this one's from now on."""
-        self.receiver, self._take = receiver, take
-        self._loop = asyncio.get_running_loop()
-        self._next_turn: asyncio.Handle | None = None
-        # The file descriptor tells of a change, not of a state: each wake must read all there is.
-        self._loop.add_reader(receiver.socket.FD, self.receive_all)
-        self._loop.call_soon(self.receive_all)
-
-    def receive_all(self) -> None:
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-        until = time.monotonic() + TURN_SECONDS
-        while (item := self.receiver.receive(timeout_ms=0)) is not None:
-            self._take(item)
-            if time.monotonic() > until:
-                self._next_turn = self._loop.call_soon(self.receive_all)
-                return
-
-    def close(self) -> None:
-        self._loop.remove_reader(self.receiver.socket.FD)
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-        self.receiver.close()
 
 
 class Observer(Protocol):
@@ -192,7 +163,11 @@ class TokenizerManager:
         self._unsent: deque[Sample] = deque()  # started, and not known to the scheduler yet
         self.ask = Questions(self._sender, recorder, config.num_ranks)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._inbox = Inbox(Receiver(context, socket_dir, "to_server"), self._receive)
+        self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
+        self._next_turn: asyncio.Handle | None = None
+        # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
+        self._loop.call_soon(self._receive_all)
 
     @property
     def engine(self) -> Ready:
@@ -210,7 +185,10 @@ class TokenizerManager:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._inbox.close()
+        self._loop.remove_reader(self._receiver.socket.FD)
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        self._receiver.close()
         self._sender.close()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
@@ -338,6 +316,17 @@ class TokenizerManager:
         self.ask.fail(message)
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────
+
+    def _receive_all(self) -> None:
+        """Takes all that comes, or as much as one turn may take: the others follow in the next."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        until = time.monotonic() + TURN_SECONDS
+        while (item := self._receiver.receive(timeout_ms=0)) is not None:
+            self._receive(item)
+            if time.monotonic() > until:
+                self._next_turn = self._loop.call_soon(self._receive_all)
+                return
 
     def _receive(self, item: ToServer) -> None:
         if isinstance(item, Outputs):

@@ -155,8 +155,8 @@ def test_others_are_served_while_many_outputs_are_taken(monkeypatch: pytest.Monk
                 time.sleep(0.001)  # what an output costs
                 return left.pop() if left else None
 
-            monkeypatch.setattr(server.manager._inbox.receiver, "receive", receive)
-            server.manager._inbox.receive_all()
+            monkeypatch.setattr(server.manager._receiver, "receive", receive)
+            server.manager._receive_all()
             assert left, "a turn ends before all are taken"
             while left:
                 await asyncio.sleep(0)
