@@ -122,6 +122,25 @@ class Node:
         so prefixes of different salts share no node."""
         return child_key(self.salt, int(self.tokens[0]))
 
+    def cut(self, at: int) -> Node:
+        """Cuts its first ``at`` tokens off. Returns the node above it that has them."""
+        assert self.parent is not None and 0 < at < len(self.tokens)
+        upper = Node(self.parent, self.tokens[:at], self.kv_slots[:at], self.start + at)
+        upper.salt = self.salt
+        upper.locks, upper.pins, upper.followed = self.locks, self.pins, self.followed
+        upper.used_at, upper.used_time = self.used_at, self.used_time
+        self.parent.children[upper.key] = upper
+        self.parent = upper
+        self.tokens = self.tokens[at:]
+        self.kv_slots = self.kv_slots[at:]
+        upper.children[self.key] = self
+        for journal in list(self.reaching):
+            if journal.end <= upper.end:
+                self.reaching.remove(journal)
+                upper.reaching.append(journal)
+                journal.bottom = upper
+        return upper
+
     def ancestors(self) -> Iterator[Node]:
         """This node and those above it, except the root."""
         node = self

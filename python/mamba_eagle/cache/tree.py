@@ -183,21 +183,7 @@ class PrefixTree:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts the edge after ``at`` tokens. ``node`` keeps the lower part; returns the upper."""
-        assert node.parent is not None and 0 < at < len(node.tokens)
-        upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
-        upper.salt = node.salt
-        upper.locks, upper.pins, upper.followed = node.locks, node.pins, node.followed
-        upper.used_at, upper.used_time = node.used_at, node.used_time
-        node.parent.children[upper.key] = upper
-        node.parent = upper
-        node.tokens = node.tokens[at:]
-        node.kv_slots = node.kv_slots[at:]
-        upper.children[node.key] = node
-        for journal in list(node.reaching):
-            if journal.end <= upper.end:
-                node.reaching.remove(journal)
-                upper.reaching.append(journal)
-                journal.bottom = upper
+        upper = node.cut(at)
         self.watcher.split(upper, node)
         self.leaves.update(node)  # its first slot is another now
         return upper
