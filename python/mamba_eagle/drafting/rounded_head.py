@@ -20,8 +20,9 @@ ROWS_AT_ONCE = 8192  # that are in memory as float32
 
 
 def rounded_head(parts: DraftParts) -> Linear | None:
-    """In integers on a CPU if the drafter's weights are, in float8 on a GPU if the target's are.
-    None: drafts read the target's own, also if ranks share the vocabulary or logits are scaled."""
+    """In integers on a CPU if the drafter's weights are, in float8 on a GPU if they or the target's
+    are. None: drafts read the target's own, also if ranks share the vocabulary or logits are
+    scaled."""
     target, mode = parts.target, parts.config.speculative_draft_model_quantization
     head = target.lm_head
     stored = head.matrix
@@ -34,7 +35,8 @@ def rounded_head(parts: DraftParts) -> Linear | None:
         return _prepared(
             parts, lambda begin, rows: in_groups(stored.narrow(-2, begin, rows).dequantize())
         )
-    if stored is None and in_float8(target) and not parts.backend.place.on_host:
+    in_eight_bits = mode == "fp8" or in_float8(target)
+    if stored is None and in_eight_bits and not parts.backend.place.on_host:
         weight = head.weight.detach()
         return _prepared(parts, lambda begin, rows: quantized(weight.narrow(-2, begin, rows)))
     return None
