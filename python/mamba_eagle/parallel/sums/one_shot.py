@@ -21,10 +21,11 @@ from mamba_eagle.parallel.sums.shared_memory import (
 MAX_PROGRAMS = 128  # of a launch, each on a processor of its own
 
 
-class PushedSum(FusedSum, JoinedSum):
-    """Sums in the order of the ranks, in float32, rounded once."""
+class OrderedSum(JoinedSum):
+    """Sums in the order of the ranks, in float32, rounded once: bits of ``sum_in_order``, for any
+    number of tokens."""
 
-    name = "pushed"
+    name = "pushed, in order"
 
     def __init__(self, parts: SharedMemory, flags: SharedMemory, site: Site, programs: int) -> None:
         """programs: of a launch at most, the same on all ranks."""
@@ -44,7 +45,7 @@ class PushedSum(FusedSum, JoinedSum):
         return share_problem(site) if find_spec("triton") else "triton is not installed"
 
     @classmethod
-    def join(cls, site: Site) -> PushedSum:
+    def join(cls, site: Site) -> OrderedSum:
         group = members(site)
         processors = torch.cuda.get_device_properties(group.device).multi_processor_count
         (programs,) = group.smallest([min(MAX_PROGRAMS, processors)])
@@ -56,26 +57,11 @@ class PushedSum(FusedSum, JoinedSum):
     def sum(self, x: Tensor) -> Tensor:
         return self._sum(x, self.peers)
 
+
+class PushedSum(OrderedSum, FusedSum):
+    """With the norm, too, which reads a sum before it is rounded."""
+
+    name = "pushed"
+
     def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
         return NormedSum(self._sum_norm(stream, added, weight, eps, self.peers), stream)
-
-
-class OrderedSum(JoinedSum):
-    """The same without the norm, which reads a sum before it is rounded: bits of ``sum_in_order``,
-    for any number of tokens."""
-
-    name = "pushed, in order"
-
-    def __init__(self, pushed: PushedSum) -> None:
-        self.pushed = pushed
-
-    @classmethod
-    def why_not(cls, site: Site) -> str:
-        return PushedSum.why_not(site)
-
-    @classmethod
-    def join(cls, site: Site) -> OrderedSum:
-        return cls(PushedSum.join(site))
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self.pushed.sum(x)
