@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import Behind, Slots, Trail
@@ -25,7 +24,7 @@ from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.speculation import ShapePolicy, shape_policy
+from mamba_eagle.scheduler.speculation import shape_policy
 from mamba_eagle.scheduler.stats import Stats
 
 MIN_KEPT = 64  # tokens before the end of an output, any of which can be continued after
@@ -152,52 +151,6 @@ class Pauses:
                 self.version = change.weights.version or self.version
 
 
-class DecodeManager:
-    """Reserves one tree of KV slots per request; older requests, and those of
-    higher priority, are served first."""
-
-    def __init__(self, policy: ShapePolicy, slots: Slots) -> None:
-        self.policy = policy
-        self.slots = slots
-
-    def schedule(
-        self,
-        plan: PlanDraft,
-        ready: list[Request],
-        running: list[Request],
-        in_flight: Sequence[PlanDraft],
-    ) -> Request | None:
-        """Adds to ``plan`` each request of ``ready``, those of the running ones whose turn it is.
-
-        A request that gets no KV slots skips the step. If nothing in flight will free any, returns
-        the last of the running requests, to be retracted; it is not part of the decode step.
-        """
-        if ready:
-            plan.choice = self.policy.choose(
-                [request.drafts for request in ready],
-                [earlier.choice for earlier in in_flight if earlier.decodes],
-            )
-            plan.untracked = [ready[place] for place in plan.choice.untracked]
-        batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
-        for request in sorted(ready, key=rank):
-            tree = self.slots.reserve_kv(plan.choice.shape.nodes)
-            if tree is None:
-                plan.short_of_kv = True
-                break
-            assert request.held is not None
-            plan.decodes.append(request)
-            batch.slots.append(request.held.slot)
-            batch.kv_slots.append(tree.tolist())
-        plan.message.decode = batch if plan.decodes else None
-        if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
-            return max(running, key=rank)
-        return None
-
-    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[PlanDraft]) -> bool:
-        rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in in_flight)
-        return rejects or any(request.leaving or request.all_planned for request in running)
-
-
 class Planner:
     """Makes plans of the requests that it is given; ``slots`` owns what they hold."""
 
@@ -225,7 +178,6 @@ class Planner:
             config, self.policy, self.slots, self.tiers, runner, self.adapters
         )
         self.trails = TrailKeeper(config, self.slots, runner)
-        self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
         self.sessions = OpenSessions(self.slots)
         self.booking = PlanBooking(
@@ -272,13 +224,39 @@ class Planner:
             self._schedule_decode(plan)
 
     def _schedule_decode(self, plan: PlanDraft) -> None:
+        """Reserves one tree of KV slots for each request whose turn it is; older requests, and
+        those of higher priority, are served first.
+
+        A request that gets no KV slots skips the step. If nothing in flight will free any, the last
+        of the running requests steps back; it is not part of the decode step.
+        """
         ready = self.cohorts.choose(self._admitted)
-        last = self.decode.schedule(plan, ready, self._admitted, self._in_flight)
-        if last is not None:
-            self._retract(last)
+        if ready:
+            plan.choice = self.policy.choose(
+                [request.drafts for request in ready],
+                [earlier.choice for earlier in self._in_flight if earlier.decodes],
+            )
+            plan.untracked = [ready[place] for place in plan.choice.untracked]
+        batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
+        for request in sorted(ready, key=rank):
+            tree = self.slots.reserve_kv(plan.choice.shape.nodes)
+            if tree is None:
+                plan.short_of_kv = True
+                break
+            assert request.held is not None
+            plan.decodes.append(request)
+            batch.slots.append(request.held.slot)
+            batch.kv_slots.append(tree.tolist())
+        plan.message.decode = batch if plan.decodes else None
+        if plan.short_of_kv and not self._slots_are_coming():
+            self._retract(max(self._admitted, key=rank))
             self._release_leaving(plan)
         for request in plan.decodes:
             self.trails.make_room(request, plan)
+
+    def _slots_are_coming(self) -> bool:
+        rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in self._in_flight)
+        return rejects or any(each.leaving or each.all_planned for each in self._admitted)
 
     def _step_back(self) -> None:
         """A running request makes room for one of higher priority that did not get any."""

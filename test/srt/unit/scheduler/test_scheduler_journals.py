@@ -234,7 +234,6 @@ def test_edits_forks_and_chats_keep_their_texts(seed):
     policy = SomeTracked(serving.scheduler.shape, rng)
     serving.scheduler.policy = serving.scheduler.results.policy = policy
     serving.scheduler.prefill.policy = serving.scheduler.prefill.catch_up.policy = policy
-    serving.scheduler.decode.policy = policy
     texts, wanted = [PROMPT[:60]], {}
     for i in range(50):
         text = rng.choice(texts)
