@@ -24,7 +24,7 @@ from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems, staged
-from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.chooser import Chooser, ShardedChooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
 from mamba_eagle.runner.loading import (
@@ -44,7 +44,6 @@ from mamba_eagle.runner.stages import (
     ConstraintsElsewhere,
     DrafterElsewhere,
     EarlierStageChooser,
-    LastStageChooser,
     agree_on_drafting,
     layers_by_stage,
     mail_for,
@@ -201,24 +200,22 @@ def _make_choice(
     ranks: Ranks,
     matchers: Matchers | None,
 ) -> MasksFirst:
-    """What chooses tokens from the logits. Ranks that share the vocabulary exchange what they
-    sample, so they make all masks first and do so once."""
+    """What chooses tokens from the logits. Ranks and stages exchange what is sampled, so they make
+    all masks first and do so once."""
     running = config.max_running_requests + backend.place.padding_slots
     sampling = SamplingState(
         running, model.vocab_size, model.eos_token_ids, backend, whole=ranks.group.size == 1
     )
-    chooser = make_chooser(sampling, ranks.group)
+    samples: type[Chooser] = Chooser if ranks.group.size == 1 else ShardedChooser
     kind = Constraints
     if not model.is_last_stage:
-        chooser = EarlierStageChooser(sampling, ranks.stages)
-        kind = ConstraintsElsewhere
-    elif ranks.stages.size > 1:
-        chooser = LastStageChooser(chooser, ranks.stages)
+        samples, kind = EarlierStageChooser, ConstraintsElsewhere
+    chooser = samples(sampling, ranks.group, ranks.stages)
     constraints = kind(matchers or matchers_for(config, model), backend.place)
-    if not chooser.has_all_logits:
+    if ranks.group.size > 1 or ranks.stages.size > 1:
         return MasksFirst(constraints, chooser)
     choice = MasksOnDemand if backend.place.on_host else MasksWhileVerifying
-    return choice(constraints, chooser, sampling, pools.table)
+    return choice(constraints, chooser, pools.table)
 
 
 def _make_drafter(source: DraftSource | None, parts: DraftParts) -> Drafter:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.top_parts.torch import LOW_BITS, score_of
-from mamba_eagle.parallel.groups import ALONE, Group, sum_in_order
+from mamba_eagle.parallel.groups import ALONE, Channel, Group, sum_in_order
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
@@ -28,14 +28,13 @@ from mamba_eagle.tree.tree import Tree
 
 
 class Chooser:
-    """One rank, which has all logits."""
+    """One rank, which has all logits; the other pipeline stages learn what it chooses."""
 
-    has_all_logits = True
-    stages: Group = ALONE  # the pipeline stages that learn what is chosen
-
-    def __init__(self, state: SamplingState, group: Group = ALONE) -> None:
+    def __init__(self, state: SamplingState, group: Group = ALONE, stages: Group = ALONE) -> None:
+        """group: the ranks that share the vocabulary."""
         self.state, self.place = state, state.backend.place
         self.group, self.columns = group, Columns(group, state.vocab_size)
+        self.stages = stages
 
     def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
         """The target's token at every node. allowed: what the grammars of constrained requests
@@ -44,6 +43,11 @@ class Chooser:
         Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
         finite or all tokens are banned.
         """
+        target = self._sampled(nodes, allowed)
+        return self.stages.from_last(target.contiguous(), Channel.TOKENS)
+
+    def _sampled(self, nodes: Scored, allowed: TokenMasks | None) -> Tensor:
+        """As ``sample``, on the last stage."""
         state, (slots, logits, positions, tree) = self.state, nodes
         if not state.any_need(slots):
             return self.greedy(self._constrained(logits, allowed))
@@ -95,16 +99,18 @@ class Chooser:
 
     def relay(self, tree: Tree) -> None:
         """Tell the other stages these trees, or overwrite them with what the last one tells."""
+        if self.stages.size > 1:
+            self.stages.from_last(tree.packed(), Channel.TREES)
 
     def tell(self, target: Tensor) -> None:
         """Tell the other stages what a graph has sampled, [b, T] int64."""
+        if self.stages.size > 1:
+            self.stages.from_last(target.clone(), Channel.TOKENS)  # the next step overwrites it
 
 
 class ShardedChooser(Chooser):
     """Ranks that find the tokens together; the logits stay where they are. Tokens are those that
     one rank finds in all logits, bit for bit."""
-
-    has_all_logits = False
 
     def agree(self, tree: Tree) -> Tree:
         """Rank 0's trees. Scores stay each rank's own: only rank 0 reports them."""
@@ -151,8 +157,3 @@ class ShardedChooser(Chooser):
         totals = self.group.gather(logits.gather(1, found.top_ids) - found.top_values)
         best = totals.amax(0)
         return best + sum_in_order((totals - best).exp()).log()
-
-
-def make_chooser(state: SamplingState, group: Group) -> Chooser:
-    kind = Chooser if group.size == 1 else ShardedChooser
-    return kind(state, group)

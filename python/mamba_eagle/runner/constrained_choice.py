@@ -27,7 +27,6 @@ from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.sampling_state import SamplingState
 
 NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
 
@@ -50,15 +49,9 @@ class MasksFirst:
 class MasksOnDemand(MasksFirst):
     """Masks where the sampled tokens are refused."""
 
-    def __init__(
-        self,
-        constraints: Constraints,
-        chooser: Chooser,
-        sampling: SamplingState,
-        table: RequestTable,
-    ) -> None:
+    def __init__(self, constraints: Constraints, chooser: Chooser, table: RequestTable) -> None:
         super().__init__(constraints, chooser)
-        self.sampling, self.table, self.place = sampling, table, constraints.place
+        self.sampling, self.table, self.place = chooser.state, table, constraints.place
 
     def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
         self.constraints.read_all()

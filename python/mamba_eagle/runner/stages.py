@@ -35,55 +35,16 @@ from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
 from mamba_eagle.runner.ranks import Ranks
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, empty_trees
 
 log = logging.getLogger("mamba_eagle.runner")
 
 
-class LastStageChooser(Chooser):
-    """Chooses as ``inner`` does, and tells the other stages."""
-
-    has_all_logits = False
-
-    def __init__(self, inner: Chooser, stages: Group) -> None:
-        super().__init__(inner.state)
-        self.inner, self.stages = inner, stages
-
-    def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
-        target = self.inner.sample(nodes, allowed)
-        return self.stages.from_last(target.contiguous(), Channel.TOKENS)
-
-    def samples_in_graphs(self, sampled: bool) -> bool:
-        return self.inner.samples_in_graphs(sampled)
-
-    def greedy(self, logits: Tensor) -> Tensor:
-        return self.inner.greedy(logits)
-
-    def tell(self, target: Tensor) -> None:
-        self.stages.from_last(target.clone(), Channel.TOKENS)  # the next step overwrites it
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-        return self.inner.logprobs(logits, tokens, top)
-
-    def agree(self, tree: Tree) -> Tree:
-        return self.inner.agree(tree)
-
-    def relay(self, tree: Tree) -> None:
-        self.stages.from_last(tree.packed(), Channel.TREES)
-
-
 class EarlierStageChooser(Chooser):
     """Learns what the last stage has chosen."""
 
-    has_all_logits = False
-
-    def __init__(self, state: SamplingState, stages: Group) -> None:
-        super().__init__(state)
-        self.stages = stages
-
-    def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
-        return self.stages.from_last(torch.zeros_like(nodes.positions), Channel.TOKENS)
+    def _sampled(self, nodes: Scored, allowed: TokenMasks | None) -> Tensor:
+        return torch.zeros_like(nodes.positions)  # overwritten
 
     def samples_in_graphs(self, sampled: bool) -> bool:
         return False
