@@ -25,10 +25,8 @@ from mamba_eagle.constrain.place import Row, is_allowed
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
-from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
+from mamba_eagle.runner.constraints import Constraints, Marks, NodeLists, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import Scored
-
-NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
 
 
 class MasksFirst:
@@ -42,8 +40,14 @@ class MasksFirst:
 
         view: of a decode step's trees; None: the tokens are the first ones after the prompts.
         """
-        made = self.constraints.first_masks(nodes.slots) if view is None else view.masks()
-        return self.chooser.sample(nodes, made[0]), made[1]
+        trees = dict(enumerate(self._trees(nodes, view)))
+        allowed, marks = self.constraints.masks(nodes.slots, trees, nodes.logits.shape[1])
+        return self.chooser.sample(nodes, allowed), marks
+
+    @staticmethod
+    def _trees(nodes: Scored, view: TreeView | None) -> Sequence[NodeLists]:
+        """By request; waits as ``TreeView.trees``."""
+        return [([0], [0])] * len(nodes.slots) if view is None else view.trees()
 
 
 class MasksOnDemand(MasksFirst):
@@ -54,11 +58,7 @@ class MasksOnDemand(MasksFirst):
         self.sampling, self.table, self.place = chooser.state, table, constraints.place
 
     def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
-        self.constraints.read_all()
-        trees: Sequence[NodeLists] = [([0], [0])] * len(nodes.slots)
-        if nodes.tree is not None and nodes.positions.shape[1] > 1:
-            trees = list(zip(nodes.tree.tokens.tolist(), nodes.tree.parents.tolist()))
-        return self._choose(nodes, trees)
+        return self._choose(nodes, self._trees(nodes, view))
 
     def _choose(
         self,
@@ -66,7 +66,7 @@ class MasksOnDemand(MasksFirst):
         trees: Sequence[NodeLists],
         ahead: Callable[[Sequence[Walk]], TokenMasks | None] = lambda walks: None,
     ) -> tuple[Tensor, Marks]:
-        """trees: tokens and parents by request. ahead: makes masks before anything is sampled."""
+        """trees: by request. ahead: makes masks before anything is sampled."""
         walks: list[Walk] = []
         at_once: dict[int, NodeLists] = {}
         for i, slot in enumerate(nodes.slots):
@@ -75,9 +75,7 @@ class MasksOnDemand(MasksFirst):
                 walks.append(self._walk_of(i, slot, grammar, trees[i]))
             elif grammar is not None:
                 at_once[i] = trees[i]
-        allowed, marks = None, Marks({}, {})
-        if at_once:
-            allowed, marks = self.constraints.masks(nodes.slots, at_once, nodes.logits.shape[1])
+        allowed, marks = self.constraints.masks(nodes.slots, at_once, nodes.logits.shape[1])
         if walks and (made := ahead(walks)) is not None:
             allowed = made if allowed is None else _joined(allowed, made)
         target = self.chooser.sample(nodes, allowed)

@@ -12,7 +12,7 @@ all of this is work in line, and most masks are never made (constrained_choice.p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -40,6 +40,9 @@ def matchers_for(config: ModelSettings, model: ModelConfig) -> Matchers:
         return Vocabulary(text, model.vocab_size, model.eos_token_ids)
 
     return Matchers(load, model.vocab_size, model.eos_token_ids)
+
+
+NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
 
 
 class TokenMasks(NamedTuple):
@@ -177,19 +180,11 @@ class Constraints:
 
     # ── masks ──
 
-    def first_masks(self, slots: Sequence[int]) -> tuple[TokenMasks | None, Marks]:
-        """Of the first output tokens of requests whose prompts have ended; [b] rows, one each."""
-        roots = {i: ([0], [0]) for i, slot in enumerate(slots) if slot in self._of}
-        return self.masks(slots, roots, 1)
-
-    def view(self, slots: Sequence[int], tree: Tree) -> TreeView:
-        """Start to copy the trees [b, T] of a batch to the host."""
-        return TreeView(self, slots, tree)
-
     def masks(
-        self, slots: Sequence[int], trees: dict[int, tuple[list[int], list[int]]], nodes: int
+        self, slots: Sequence[int], trees: Mapping[int, NodeLists], nodes: int
     ) -> tuple[TokenMasks | None, Marks]:
-        """Of all nodes of some trees: tokens and parents by index in the batch."""
+        """Of all nodes of those trees, by index in the batch, whose requests have grammars."""
+        trees = {i: tree for i, tree in trees.items() if slots[i] in self._of}
         marks = Marks({}, {})
         if not trees:
             return None, marks
@@ -223,27 +218,16 @@ def _with_trees(tree: Tree, changed: dict[int, DraftTree]) -> Tree:
 
 
 class TreeView:
-    """The trees of a step, on their way to the host."""
+    """The trees [b, T] of a step, on their way to the host."""
 
-    def __init__(self, constraints: Constraints, slots: Sequence[int], tree: Tree) -> None:
-        self._constraints, self._slots = constraints, slots
+    def __init__(self, constraints: Constraints, tree: Tree) -> None:
+        self._constraints = constraints
         self._tokens = constraints.place.to_host(tree.tokens)
         self._parents = constraints.place.to_host(tree.parents)
         self.here = constraints.place.timestamp()  # when they are
 
-    def trees(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents [b, T]; waits until the trees and the last step's tokens are here."""
+    def trees(self) -> list[NodeLists]:
+        """By request; waits until the trees and the last step's tokens are here."""
         self.here.wait()
         self._constraints.read_all()
-        return self._tokens.tolist(), self._parents.tolist()
-
-    def masks(self) -> tuple[TokenMasks | None, Marks]:
-        """Masks of all nodes; waits as ``trees``."""
-        tokens, parents = self.trees()
-        constraints = self._constraints
-        trees = {
-            i: (tokens[i], parents[i])
-            for i, slot in enumerate(self._slots)
-            if slot in constraints._of
-        }
-        return constraints.masks(self._slots, trees, self._tokens.shape[1])
+        return list(zip(self._tokens.tolist(), self._parents.tolist()))

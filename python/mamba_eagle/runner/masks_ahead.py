@@ -29,8 +29,8 @@ from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.core import PENALTIES
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
-from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand, NodeLists, Walk
-from mamba_eagle.runner.constraints import Marks, TokenMasks, TreeView
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand, Walk
+from mamba_eagle.runner.constraints import Marks, NodeLists, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import Scored
 
 FEW_MASKS = 8  # there is time for the masks of this many nodes in any step of a model
@@ -55,7 +55,7 @@ class MasksWhileVerifying(MasksOnDemand):
         if view is None or count * shape[1] <= FEW_MASKS:
             return MasksFirst.choose(self, nodes, view)
         ended = self.place.timestamp()
-        trees = list(zip(*view.trees()))  # the device begins to verify
+        trees = view.trees()  # the device begins to verify
         verifying = _Verifying(ended, self._expected(shape))
         chosen = self._choose(nodes, trees, lambda walks: self._ahead(walks, verifying, shape[1]))
         if verifying.waited_for:

@@ -192,7 +192,7 @@ class ModelRunner:
         run.resume()
         trees, view = drafted or run.draft(), None
         if self.constraints.any(batch.slots):
-            view = self.constraints.view(batch.slots, trees.tree)
+            view = TreeView(self.constraints, trees.tree)
         verified = run.verify(trees)
         return lambda: self._commit(batch, run, trees, verified, view)
 
