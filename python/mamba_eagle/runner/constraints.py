@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,10 +93,6 @@ class Constraints:
         if slot in self._of:
             output = tokens[max(self._output_start[slot] - start, 0) :]
             self._of[slot].advance([int(token) for token in output])
-
-    def compile(self, text: str) -> Future[Any]:
-        """Compile a grammar in a thread, so that no step waits for it."""
-        return self.matchers.compile(text)
 
     def release(self, slot: int) -> None:
         """The request in the slot has left."""

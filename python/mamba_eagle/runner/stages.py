@@ -6,8 +6,6 @@ each works out for its own layers, as a single runner does. Docs: docs/design/pa
 """
 
 import logging
-from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +85,6 @@ class ConstraintsElsewhere(Constraints):
     """Of the same stages: grammars are followed where tokens are sampled."""
 
     def admit(self, slot: int, params: SamplingParams, output_start: int) -> None: ...
-
-    def compile(self, text: str) -> Future[Any]:
-        """Nothing is."""
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
 
 
 def layers_by_stage(

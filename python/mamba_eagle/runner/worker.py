@@ -148,7 +148,7 @@ class Worker:
         self.pulse = Pulse(socket_dir, runner.backend.place.on_host, rank)
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
-        self.constraints = runner.constraints
+        self.ranks, self.constraints = runner.parts.ranks, runner.constraints
         self.compiling: dict[int, Future[Any]] = {}  # grammars, in threads beside the steps
         self.reading = AdapterReader(runner.adapters)
         self.transfers = Transfers(Member(rank, self.renewal.writes, runner.backend.device))
@@ -170,7 +170,9 @@ class Worker:
             elif isinstance(message, ChangeModel):
                 self._change(message)
             elif isinstance(message, CompileGrammar):
-                self.compiling[message.number] = self.constraints.compile(message.text)
+                if self.ranks.samples:  # earlier stages follow no grammars
+                    matchers = self.constraints.matchers
+                    self.compiling[message.number] = matchers.compile(message.text)
             elif isinstance(message, ReadAdapter):
                 self.reading.begin(message)
             elif isinstance(message, DropAdapter):
