@@ -28,7 +28,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,16 +81,6 @@ def memory_of(parts: Any) -> list[Tensor]:
             empty = torch.empty(0, dtype=torch.uint8, device=x.device)
             found[memory.data_ptr()] = empty.set_(memory)
     return list(found.values())
-
-
-class Replayable(Protocol):
-    """A captured graph."""
-
-    def replay(self) -> None:
-        """Launch what was captured."""
-
-    def reset(self) -> None:
-        """Forget it."""
 
 
 class GraphedRun:
@@ -400,7 +390,7 @@ class GraphedSteps:
         for catching_up in self.catching_up.values():
             catching_up.graph.reset()
 
-    def record(self, work: Callable[[], None]) -> Replayable:
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | NoGraph:
         """Capture the kernels that ``work`` launches, without running them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -419,11 +409,13 @@ class RehearsedSteps(GraphedSteps):
 
     done = "rehearsed"
 
-    def record(self, work: Callable[[], None]) -> Replayable:
-        return _NoGraph()
+    def record(self, work: Callable[[], None]) -> NoGraph:
+        return NoGraph()
 
 
-class _NoGraph:
+class NoGraph:
+    """In the place of a captured one."""
+
     def replay(self) -> None: ...
 
     def reset(self) -> None: ...
