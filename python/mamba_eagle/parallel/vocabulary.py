@@ -27,7 +27,7 @@ class Columns:
     """A rank's columns of the logits, and what the ranks find out together."""
 
     def __init__(self, group: Group, vocab_size: int) -> None:
-        self.group, self.vocab_size = group, vocab_size
+        self.group = group
         self.span: Span = group.shard.span(vocab_size)
         spans = [Shard(rank, group.size).span(vocab_size) for rank in range(group.size)]
         self.sizes = [span.size for span in spans]

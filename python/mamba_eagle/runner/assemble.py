@@ -12,7 +12,6 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, FolderSource, NoDrafter
-from mamba_eagle.drafting.model_drafter import draft_rows
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import RunnerReady, TierSizes
@@ -35,7 +34,7 @@ from mamba_eagle.runner.loading import (
     split_of,
 )
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
-from mamba_eagle.runner.memory import DraftSize, MemoryPlan, memory_table, plan_memory, size_text
+from mamba_eagle.runner.memory import MemoryPlan, memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
 from mamba_eagle.runner.pools import Pools, context_length, make_pools
 from mamba_eagle.runner.ranks import ONE_RANK, Ranks
@@ -105,12 +104,11 @@ def assemble(
     )
     drafter = _make_drafter(source, parts)
     agree_on_drafting(drafter, stages)
-    sampling = choice.chooser.state
     requests = config.max_running_requests + backend.place.padding_slots
     most = max(requests * config.tree_shape.nodes, config.chunked_prefill_size or 0)
     routing = Routing(model, config.enable_return_routed_experts, most, backend.place)
     step = DecodeStep(
-        backend, model, pools.kv, table, pools.scheme, drafter, sampling, choice, adapters, routing
+        backend, model, pools.kv, table, pools.scheme, drafter, choice, adapters, routing
     )
     copies = _tier_copies(config, whole, pools, step, source, ranks)
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
@@ -186,8 +184,7 @@ def _agreed_memory(
     ranks: Ranks,
 ) -> MemoryPlan:
     """With as many slots as fit on every rank of every stage."""
-    draft = DraftSize(source.config, draft_rows(config)) if source and source.config else None
-    own = plan_memory(config, model.config, model.feature_size, draft, backend)
+    own = plan_memory(config, model, source, backend)
     kv_slots, states, journals = ranks.smallest([own.kv_slots, own.state_slots, own.journals])
     return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
 

@@ -9,7 +9,10 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import journal_bytes
 from mamba_eagle.backend.pools import kv_dtype
 from mamba_eagle.config import ConfigError, DraftSettings, EngineConfig
+from mamba_eagle.drafting.base import DraftSource
+from mamba_eagle.drafting.model_drafter import draft_rows
 from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
+from mamba_eagle.models.base import CausalLM
 
 MIN_GRAPH_BYTES = 250_000_000
 # Rows beyond the tree's own. Longer journals make each step slower but folds rarer. On a GPU, 3 of
@@ -33,13 +36,6 @@ class MemoryPlan(NamedTuple):
     graph_bytes: int = 0  # logits of the largest step, and memory that CUDA graphs reserve
 
 
-class DraftSize(NamedTuple):
-    """Sizes of a drafter's layers."""
-
-    config: ModelConfig
-    rows: int  # per request
-
-
 class Available(NamedTuple):
     """Memory for pools after the weights are loaded."""
 
@@ -48,15 +44,9 @@ class Available(NamedTuple):
 
 
 def plan_memory(
-    config: EngineConfig,
-    model: ModelConfig,
-    feature_size: int,
-    draft: DraftSize | None,
-    backend: Backend,
+    config: EngineConfig, target: CausalLM, source: DraftSource | None, backend: Backend
 ) -> MemoryPlan:
-    """Sizes of the pools: as set by flags, otherwise as many slots as fit.
-
-    feature_size: elements of the feature that a state slot keeps of its last token.
+    """Sizes of the pools: as set by flags, otherwise as many slots as fit. source: of the drafter.
 
     Raises: ConfigError if a flag is too small to serve one request, or if the pools do not fit.
     """
@@ -69,7 +59,7 @@ def plan_memory(
         )
     if config.mamba_verify_mode == "snapshot":
         rows = config.tree_shape.nodes
-    plan = _sizes(config, model, feature_size, draft, rows, backend)
+    plan = _sizes(config, target, source, rows, backend)
     available = available_memory(config, backend)
     running, padding = config.max_running_requests, place.padding_slots
     left = available.budget - plan.graph_bytes - (running + padding) * plan.request_bytes
@@ -100,23 +90,23 @@ def plan_memory(
 
 def _sizes(
     config: EngineConfig,
-    model: ModelConfig,
-    feature_size: int,
-    draft: DraftSize | None,
+    target: CausalLM,
+    source: DraftSource | None,
     rows: int,
     backend: Backend,
 ) -> MemoryPlan:
     """A plan with the bytes per slot and request; the numbers of slots are left 0."""
+    model, feature_size = target.config, target.feature_size
     size = backend.dtype.itemsize
     ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
     kv_size = kv_dtype(config.kv_cache_dtype, backend.dtype).itemsize
     kv_bytes = kv_slot_bytes(model, kv_size)
     state_slot_bytes = state_bytes(model, ssm_size, size) + feature_size * size
     request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
-    if draft is not None:
-        kv_bytes += kv_slot_bytes(draft.config, kv_size)
-        state_slot_bytes += state_bytes(draft.config, ssm_size, size)
-        request_bytes += row_bytes(draft.config, "deferred", draft.rows, 0, size)
+    if source is not None and (draft := source.config) is not None:
+        kv_bytes += kv_slot_bytes(draft, kv_size)
+        state_slot_bytes += state_bytes(draft, ssm_size, size)
+        request_bytes += row_bytes(draft, "deferred", draft_rows(config), 0, size)
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)

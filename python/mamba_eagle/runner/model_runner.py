@@ -59,11 +59,11 @@ class ModelRunner:
         self.memory, self.step, self.backend = parts.memory, step, step.backend
         self.table, self.kv, self.pool, self.scheme, self.journals = pools
         self.copies = parts.copies
-        self.drafter, self.sampling, self.chooser = step.drafter, step.sampling, step.chooser
+        self.drafter, self.chooser = step.drafter, step.chooser
         self.constraints, self.model, self.adapters = step.constraints, step.model, step.adapters
         if self.config.simulate_acc_len:
             step.simulate(self.config.simulate_acc_len)
-        self.prompts = PromptRunner(step, self.pool, self.journals, self.model.config.eos_token_ids)
+        self.prompts = PromptRunner(step, self.pool, self.journals)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(step)
         # called before a launch waits for the device: the caller can send the last results first
         self.before_waiting: Callable[[], None] = lambda: None

@@ -50,10 +50,8 @@ def rehearse(runner: ModelRunner) -> None:
 def _generate(runner: ModelRunner, adapter: int = -1) -> None:
     """All that a plan can ask for, once; and mask logits. adapter: the slot of one."""
     has_journals, processed = runner.journals.num_slots > 0, runner.step.table.processed
-    for plan in warm_up_plans(runner.config.tree_shape, has_journals, lambda: int(processed[0])):
-        for item in plan.prefill:
-            if item.first is not None:
-                item.first.adapter = adapter
+    shape = runner.config.tree_shape
+    for plan in warm_up_plans(shape, has_journals, adapter, lambda: int(processed[0])):
         runner.execute(plan)
     if not runner.backend.place.on_host:
         _rehearse_layers(runner)
@@ -77,7 +75,7 @@ def _rehearse_layers(runner: ModelRunner) -> None:
 
 
 def warm_up_plans(
-    shape: TreeShape, has_journals: bool, processed: Callable[[], int]
+    shape: TreeShape, has_journals: bool, adapter: int, processed: Callable[[], int]
 ) -> Iterator[Plan]:
     """Make two tokens with logprobs, greedy and then sampled, and keep the request's rows; with
     journal slots (``has_journals``) also save them and replay them.
@@ -86,6 +84,7 @@ def warm_up_plans(
     the requests that take these slots.
 
     Args:
+        adapter: the slot of the request's adapter, or -1: it has none.
         processed: the number of tokens that request slot 0 has processed. A model whose logits are
             not finite accepts none in a step, and then there is no row to fold.
     """
@@ -103,6 +102,7 @@ def warm_up_plans(
                 output_start=1,
                 return_logprob=True,
                 top_logprobs=1,
+                adapter=adapter,
             ),
         )
         moves = []

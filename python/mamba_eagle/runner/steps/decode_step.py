@@ -30,7 +30,7 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.runner.constrained_choice import MasksFirst
 from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import sample_in_kernels
-from mamba_eagle.runner.sampling_state import BatchNoise, SamplingState
+from mamba_eagle.runner.sampling_state import BatchNoise
 from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
@@ -78,15 +78,15 @@ class DecodeStep:
         table: RequestTable,
         scheme: StateScheme,
         drafter: Drafter,
-        sampling: SamplingState,
         choice: MasksFirst,
         adapters: AdapterSlots,
         routing: Routing,
     ) -> None:
         self.adapters, self.routing = adapters, routing
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
-        self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
+        self.scheme, self.drafter = scheme, drafter
         self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
+        self.sampling = self.chooser.state
         # what runs the target in place of its layers, one by one, and the scheme
         self.program = self._program(adapted=False)
         self.adapted_program = self._program(adapted=True) if adapters.num_slots else None

@@ -173,15 +173,9 @@ MAX_CAUGHT_UP = 2048  # tokens that a drafter catches up with in one pass
 class PromptRunner:
     """Admits requests and processes their prompts."""
 
-    def __init__(
-        self,
-        step: DecodeStep,
-        pool: StatePool,
-        journals: SavedJournals,
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
-        self.journals = journals
+    def __init__(self, step: DecodeStep, pool: StatePool, journals: SavedJournals) -> None:
+        self.step, self.pool, self.journals = step, pool, journals
+        self.eos_token_ids = step.model.config.eos_token_ids
         self.graphs = PromptGraphs(step, pool)
         self.pooling = Pooling(step.model.config.hidden_size)
         self.place = step.backend.place
