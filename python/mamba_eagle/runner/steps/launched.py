@@ -11,10 +11,8 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.steps import pooling
 from mamba_eagle.runner.steps.decode_step import Committed, Verified
-from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, output_logprobs
-from mamba_eagle.runner.steps.routing import as_bytes
+from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, as_bytes, output_logprobs
 from mamba_eagle.runner.tiers.copies import StepCopies
 from mamba_eagle.tree.tree import Tree
 
@@ -70,7 +68,7 @@ class PendingDecode:
             if n and i in self.logprobs:
                 result.logprobs = self.logprobs[i].read(n)
             if n and i in self.hidden:
-                result.hidden = [pooling.as_bytes(row) for row in self.hidden[i][:n]]
+                result.hidden = [as_bytes(row) for row in self.hidden[i][:n]]
             if n and self.traced[i]:
                 assert self.tree is not None
                 refused = self.marks.refused.get(i, [])

@@ -75,8 +75,3 @@ class Pooling:
         """The requests have left, perhaps before their last chunks."""
         for slot in slots:
             self._open.pop(slot, None)
-
-
-def as_bytes(vector: Tensor) -> bytes:
-    """Float32, little-endian."""
-    return vector.numpy().astype("<f4", copy=False).tobytes()

@@ -22,9 +22,8 @@ from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogp
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.steps import routing
 from mamba_eagle.runner.steps.decode_step import DecodeStep
-from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
+from mamba_eagle.runner.steps.pooling import Pooling
 from mamba_eagle.runner.steps.prompt_graphs import PromptGraphs
 
 
@@ -63,6 +62,12 @@ def output_logprobs(
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
     """The logits whose log-probabilities are those at a temperature above 0."""
     return logits if temperature == 1.0 else logits.float() / temperature
+
+
+def as_bytes(numbers: Tensor) -> bytes:
+    """Of float32 or int32 on the host, little-endian."""
+    found = numbers.numpy()
+    return found.astype(found.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 @dataclass
@@ -104,7 +109,7 @@ class PendingPrefill:
             if i in self.embeddings:
                 result.embedding = as_bytes(self.embeddings[i])
             if i in self.experts:
-                result.experts = routing.as_bytes(self.experts[i])
+                result.experts = as_bytes(self.experts[i])
             results.append(result)
         return results
 

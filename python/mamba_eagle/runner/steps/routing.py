@@ -46,8 +46,3 @@ class Routing:
         each = [none if seen is None else seen[:total] for seen in self._seen]
         parts = self.place.to_host(torch.stack(each, dim=1)).split([count for _, count in rows])
         return {i: part for i, part in enumerate(parts) if rows[i][0] in self._asking}
-
-
-def as_bytes(rows: Tensor) -> bytes:
-    """Int32, little-endian."""
-    return rows.numpy().astype("<i4", copy=False).tobytes()
