@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.peer_copy.triton import PROGRAMS, Ends, peer_copy
-from mamba_eagle.parallel.groups import Channel, Group, Mail, Site
-from mamba_eagle.parallel.sums.shared_memory import ends_within, share, share_problem
+from mamba_eagle.parallel.groups import Channel, Group, Mail
+from mamba_eagle.parallel.sums.shared_memory import ends_within, share
 
 ALIGNED = 16  # bytes, of places
 INT64 = 8  # bytes of a flag
@@ -89,11 +89,6 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def mail_problem(group: Group) -> str:
-    """Why this rank can have none; "" if it can."""
-    return share_problem(Site(group, 0, 0, torch.uint8))
-
-
 def join_mail(group: Group, sizes: Mapping[Channel, int]) -> PeerMail:
     """The mail of the ranks of ``group``, tried once; all of them together.
 
@@ -102,8 +97,7 @@ def join_mail(group: Group, sizes: Mapping[Channel, int]) -> PeerMail:
     what = "pipeline stages that send each other their first messages"
     with ends_within(TRIAL_SECONDS, what, remedy="--pp-turns"):
         rings, flags = PeerMail.room(sizes, group.size)
-        site = Site(group, 0, 0, torch.uint8)
-        memory = share(site, rings, torch.uint8), share(site, flags, torch.int64)
+        memory = share(group, rings, torch.uint8), share(group, flags, torch.int64)
         ring_of, flags_of = (part.addresses.tolist() for part in memory)
         mail = PeerMail(group.rank, ring_of, flags_of, sizes, memory)
         _try(mail, group)

@@ -157,9 +157,11 @@ def mail_for(config: EngineConfig, ranks: Ranks, backend: Backend, model: Causal
     on_gpus = stages.size > 1 and not backend.place.on_host
     if not on_gpus or config.pp_turns or config.nnodes > 1:
         return None
-    from mamba_eagle.parallel.mail import join_mail, mail_problem  # loads Triton
+    # Triton, and torch's distributed package
+    from mamba_eagle.parallel.mail import join_mail
+    from mamba_eagle.parallel.sums.shared_memory import share_problem
 
-    if problem := mail_problem(stages):
+    if problem := share_problem(stages):
         log.warning("stages take turns: %s", problem)
     if not ranks.smallest([not problem])[0]:
         return None

@@ -42,16 +42,16 @@ class OrderedSum(JoinedSum):
 
     @classmethod
     def why_not(cls, site: Site) -> str:
-        return share_problem(site) if find_spec("triton") else "triton is not installed"
+        return share_problem(site.group) if find_spec("triton") else "triton is not installed"
 
     @classmethod
     def join(cls, site: Site) -> OrderedSum:
-        group = members(site)
+        group = members(site.group)
         processors = torch.cuda.get_device_properties(group.device).multi_processor_count
         (programs,) = group.smallest([min(MAX_PROGRAMS, processors)])
         # a flag per sender and program; parts twice, since calls take turns
-        flags = share(site, group.size * programs, torch.int64)
-        parts = share(site, 2 * group.size * site.tokens * site.size, site.dtype)
+        flags = share(group, group.size * programs, torch.int64)
+        parts = share(group, 2 * group.size * site.tokens * site.size, site.dtype)
         return cls(parts, flags, site, programs)
 
     def sum(self, x: Tensor) -> Tensor:

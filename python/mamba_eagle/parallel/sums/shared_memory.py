@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from mamba_eagle.parallel.distributed import ProcessGroup
-from mamba_eagle.parallel.groups import Site
+from mamba_eagle.parallel.groups import Group, Site
 from mamba_eagle.parallel.sum_table import SumMethod
 
 
@@ -65,34 +65,32 @@ class SharedMemory(NamedTuple):
     handle: object  # keeps the mapping alive
 
 
-def members(site: Site) -> ProcessGroup:
+def members(group: Group) -> ProcessGroup:
     """Raises: TypeError if its ranks are not processes on GPUs of their own."""
-    group = site.group
     if not isinstance(group, ProcessGroup) or group.device.type != "cuda":
         raise TypeError("ranks must be processes, each with a GPU")
     return group
 
 
-def share_problem(site: Site) -> str:
-    """Why this rank cannot share memory; "" if it can."""
-    return KNOWN_GROUPS.problem(members(site).torchs) or peers_problem(site)
-
-
-def peers_problem(site: Site) -> str:
-    """Why this rank's GPU cannot reach those of its machine; "" if it can."""
-    own = members(site).device.index
+def share_problem(group: Group) -> str:
+    """Why this rank cannot share memory with the others of its group; "" if it can: torch has to
+    tell the group from earlier ones, and its GPU to reach those of its machine."""
+    processes = members(group)
+    if problem := KNOWN_GROUPS.problem(processes.torchs):
+        return problem
+    own = processes.device.index
     for other in range(torch.cuda.device_count()):
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             return f"GPU {own} has no access to the memory of GPU {other}"
     return ""
 
 
-def share(site: Site, size: int, dtype: torch.dtype) -> SharedMemory:
+def share(among: Group, size: int, dtype: torch.dtype) -> SharedMemory:
     """``size`` zeros on each rank, on all of them together.
 
     Raises: RuntimeError if multicast is on.
     """
-    group = members(site)
+    group = members(among)
     own = symmetric_memory.empty(size, dtype=dtype, device=group.device)
     KNOWN_GROUPS.add(group.torchs)
     handle = symmetric_memory.rendezvous(own, group.torchs.group_name)
