@@ -73,11 +73,8 @@ class DrafterElsewhere(NoDrafter):
 def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
     """All stages get trees within their captured steps, or all of them before; and all work at the
     same time, or take turns."""
-    elsewhere = isinstance(drafter, DrafterElsewhere)
-    if elsewhere:
-        drafter.on_device, drafter.learns_from_all = True, False
     found = stages.smallest([drafter.on_device, not drafter.learns_from_all])
-    if elsewhere:
+    if isinstance(drafter, DrafterElsewhere):
         drafter.on_device, drafter.learns_from_all = bool(found[0]), not found[1]
 
 

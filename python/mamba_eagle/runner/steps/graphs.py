@@ -160,15 +160,14 @@ class _Graph:
         step = self.step
         self.samples = step.chooser.samples_in_graphs(kind.sampled)
         self.counts = self.samples and kind.sampled
-        self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
         self.inputs = self.place.to_device([self.padding] * kind.batch)
         self.slots = self.inputs[:, 0].clone()
         self.kv_slots = self.inputs[:, 1:].clone()
         self.target = torch.zeros_like(self.kv_slots)
         self.logits = graphs.logits[: self.target.numel()]
-        self.tree: Tree | None = None
-        if not self.drafts:
+        self.tree: Tree | None = None  # of the host
+        if not (step.drafter.on_device or kind.shape == PLAIN):
             self.tree = empty_trees(kind.batch, kind.shape.nodes, self.place.device)
 
         # Compiles kernels; runs on padding alone. Stages may differ in which kinds of steps they

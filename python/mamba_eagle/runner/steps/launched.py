@@ -1,6 +1,6 @@
 """Steps that were launched: their results on the way to the host, and their times."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,6 @@ from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, as_bytes,
 from mamba_eagle.runner.tiers.copies import StepCopies
 from mamba_eagle.tree.tree import Tree
 
-NO_EXPERTS: Mapping[int, Tensor] = {}
-
 
 class PendingDecode:
     """The results of a decode step, on their way to the host."""
@@ -29,8 +27,8 @@ class PendingDecode:
         batch: DecodeBatch,
         verified: Verified,
         committed: Committed,
-        marks: Marks | None = None,
-        experts: Mapping[int, Tensor] = NO_EXPERTS,
+        marks: Marks | None,
+        experts: Mapping[int, Tensor],
     ) -> None:
         """marks: of the grammars; None if no request of the batch has one. experts: of the
         nodes, [T, layers, k] int32, by index in the batch, for requests that ask for them."""
@@ -71,8 +69,7 @@ class PendingDecode:
                 result.hidden = [as_bytes(row) for row in self.hidden[i][:n]]
             if n and self.traced[i]:
                 assert self.tree is not None
-                refused = self.marks.refused.get(i, [])
-                result.trace = step_trace(self.tree, i, result, refused)
+                result.trace = step_trace(self.tree, i, result, self.marks.refused.get(i, []))
             if n and i in self.experts:
                 result.experts = as_bytes(self.experts[i][nodes[:n]])
             results.append(result)
@@ -86,9 +83,7 @@ class PendingDecode:
         return ((n, folded, path[:width], path[width:]) for n, folded, *path in rows)
 
 
-def step_trace(
-    tree: Tree, index: int, result: DecodeResult, refused: Sequence[int] = ()
-) -> StepTrace:
+def step_trace(tree: Tree, index: int, result: DecodeResult, refused: list[int]) -> StepTrace:
     """The tree of request ``index`` and its accepted path, for requests that ask for a trace."""
     return StepTrace(
         tokens=tree.tokens[index].tolist(),
@@ -96,7 +91,7 @@ def step_trace(
         scores=tree.scores[index].tolist(),
         accepted=result.nodes,
         bonus=result.tokens[-1],
-        refused=list(refused),
+        refused=refused,
     )
 
 
