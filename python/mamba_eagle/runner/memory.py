@@ -225,7 +225,7 @@ def available_memory(config: EngineConfig, backend: Backend) -> Available:
     )
 
 
-def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
+def memory_table(plan: MemoryPlan, config: EngineConfig, head: str) -> str:
     """The memory of the pools, one line each, below the line ``head``."""
     running = config.max_running_requests
     what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
@@ -241,7 +241,7 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
     ]
     if plan.graph_bytes:
         table.append(f"{'CUDA graphs':<47} {size_text(plan.graph_bytes):>9}")
-    return "\n".join([head, *table] if head else table)
+    return "\n".join([head, *table])
 
 
 def size_text(size: int) -> str:

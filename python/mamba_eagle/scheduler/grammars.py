@@ -28,9 +28,7 @@ class GrammarQueue:
     def add(self, request: Request) -> None:
         """A request has arrived; it waits if its grammar is not compiled."""
         text = request.sampling.grammar
-        if not text:
-            return
-        if text in self._compiled:
+        if not text or text in self._compiled:
             return
         if text not in self._waiting:
             self._num_asked += 1

@@ -166,7 +166,7 @@ class _Graph:
         self.kv_slots = self.inputs[:, 1:].clone()
         self.target = torch.zeros_like(self.kv_slots)
         self.logits = graphs.logits[: self.target.numel()]
-        self.tree: Tree | None = None  # of the host
+        self.tree: Tree | None = None  # what the host drafts
         if not (step.drafter.on_device or kind.shape == PLAIN):
             self.tree = empty_trees(kind.batch, kind.shape.nodes, self.place.device)
 
