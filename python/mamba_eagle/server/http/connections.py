@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,8 +40,9 @@ def head_size(scope: Scope) -> int:
 
 class BoundedHeads(HttpToolsProtocol):
     """Bounds a head, trailers, and the pieces of a body, of which httptools keeps whatever comes.
-    And lets every request know that its client has left: of pipelined ones uvicorn lets the last
-    one know."""
+    Lets every request know that its client has left: of pipelined ones uvicorn lets the last one
+    know. And goes on in HTTP/1.1 where a client offers another protocol, as Java's does with its
+    first request: httptools takes the body for that protocol's, and uvicorn drops it."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -52,7 +54,12 @@ class BoundedHeads(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._got_further = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         self._without_progress = 0 if self._got_further else self._without_progress + len(data)
         if self._without_progress > MAX_HEAD and not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
@@ -65,6 +72,23 @@ class BoundedHeads(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
 
+    def _parse(self, data: bytes) -> None:
+        """Raises: httptools.HttpParserError"""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("a server is not a proxy")
+            kept = [b"%s: %s\r\n" % one for one in self.headers if one[0] != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            line = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(b"".join((line, *kept, b"\r\n")))
+
     # ── what the parser tells ────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
@@ -73,6 +97,8 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._got_further = True
+        if self.parser.should_upgrade():
+            return  # the head is parsed once more without the offer
         super().on_headers_complete()
         self._open = [*(one for one in self._open if not one.response_complete), self.cycle]
         self._pieces_left = MAX_BODY_PIECES
@@ -89,7 +115,8 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._got_further = True
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
 
 log = logging.getLogger("mamba_eagle.server")

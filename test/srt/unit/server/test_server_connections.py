@@ -345,6 +345,46 @@ def test_a_body_in_too_many_pieces_is_refused(size: int, is_read: bool) -> None:
     asyncio.run(test())
 
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+BODIES = {
+    "length": b"Content-Length: 5\r\n\r\nhello",
+    "chunks": b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+    "none": b"\r\n",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
+    body: bytes, size: int
+) -> None:
+    """Each stock client of Java's offers HTTP/2 with its first request."""
+    heard: list[bytes] = []
+
+    async def reads(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.append(await Request(scope, receive).body())
+        await Response()(scope, receive, send)
+
+    async def test() -> None:
+        async with serving(app=reads) as server:
+            _, writer = await asyncio.open_connection(*server.listener.getsockname())
+            sent = (HEAD + OFFER + body) * 2 + HEAD + b"Content-Length: 2\r\n\r\nhi"
+            for at in range(0, len(sent), size):
+                writer.write(sent[at : at + size])
+                await asyncio.sleep(0)
+            await asyncio.wait_for(until(lambda: len(heard) == 3), WAIT_SECONDS)
+            assert heard == [b"hello" if b"llo" in body else b""] * 2 + [b"hi"]
+            writer.close()
+            for form in (b"/x", b"http://a/x", b"*", b"a:1"):  # of a request to a proxy
+                reader, writer = await asyncio.open_connection(*server.listener.getsockname())
+                writer.write(b"CONNECT %s HTTP/1.1\r\nHost: a\r\n\r\n" % form)
+                answer = await asyncio.wait_for(reader.read(), WAIT_SECONDS)
+                assert answer.split()[1] == b"400", (form, answer)
+                writer.close()
+
+    asyncio.run(test())
+
+
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0.01)
