@@ -445,3 +445,14 @@ def refuse_half_pairs(values: dict[str, Any]) -> None:
             waiting += [(f"{path}.{name}", inner) for name, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             waiting += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    refuse_half_pairs({"metadata": OBJECT.read(value)})
+    return {name: TEXT.take(inner, f"metadata.{name}") for name, inner in value.items()}
+
+
+Metadata = Annotated[
+    dict[str, str],
+    Kind(_metadata, OBJECT.must, {**OBJECT.schema, "additionalProperties": STRING}),
+]

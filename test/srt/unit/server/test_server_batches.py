@@ -236,6 +236,7 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(monkeypatch: pytest.Monk
     run(test())
 
 
+FORM = "multipart/form-data; boundary=a"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose = "),
     ({"data": {"purpose": "batch", "file": "x"}, "files": {"other": b""}}, "file is needed"),
@@ -248,6 +249,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}},
         "form cannot be read",
+    ),
+    # character sets of Python's that take seconds, or give halves of surrogate pairs
+    *(
+        ({"content": b"x", "headers": {"content-type": f"{FORM}; charset{charset}"}}, "in UTF-8")
+        for charset in ("=punycode", " = utf-7", '=utf-8; charset="unicode_escape"; x="')
     ),
 ]
 
@@ -263,8 +269,11 @@ def test_bad_forms_and_bodies_are_named() -> None:
                 ({"endpoint": URL}, "input_file_id"),
                 ({"input_file_id": file, "endpoint": "/v1/x"}, "endpoint = "),
                 ({"input_file_id": file, "endpoint": URL, "completion_window": "1h"}, "must be"),
+                ({"input_file_id": file, "endpoint": URL, "metadata": {"a": "\ud800"}}, "Unicode"),
+                ({"input_file_id": file, "endpoint": URL, "metadata": {"\ud800": ""}}, "Unicode"),
+                ({"input_file_id": file, "endpoint": URL, "metadata": {"a": [1]}}, "metadata.a"),
             ):
-                reply = await server.post("/v1/batches", **body)
+                reply = await server.client.post("/v1/batches", content=json.dumps(body))
                 assert reply.status_code == 400 and part in reply.text, reply.text
             empty = await started(server, "\n\n")
             found = await ended(server, empty["id"])

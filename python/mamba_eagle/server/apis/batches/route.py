@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse
@@ -12,7 +13,8 @@ from mamba_eagle.limits import MAX_FILE_BYTES, MAX_PAGE, MAX_SHOWN
 from mamba_eagle.server.apis.batches.batch import Batch, BatchStore, StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.kinds import Body, Object, Text, needs, says, takes
+from mamba_eagle.server.bodies.kinds import Body, Metadata, Text, needs, says, takes
+from mamba_eagle.server.bodies.reception import READABLE_CHARSETS
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import State
@@ -28,7 +30,7 @@ class BatchBody(Body):
     input_file_id: Text = needs("a file of purpose batch")
     endpoint: Annotated[str, kinds.choice_of(*URLS)] = needs("the route of all its requests")
     completion_window: Annotated[str, kinds.choice_of("24h")] = says("how long it may take", "24h")
-    metadata: Object | None = says("repeated in replies")
+    metadata: Metadata | None = says("repeated in replies")
 
 
 def _store(request: Request) -> BatchStore:
@@ -63,8 +65,11 @@ async def upload(request: Request) -> Response:
 
 async def _form(request: Request) -> FormData:
     """Raises: RequestError 400, 413 or 415"""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        remedy = "a file comes as multipart/form-data, with the parts purpose and file"
+    kind, given = parse_options_header(request.headers.get("content-type", ""))
+    charset = given.get(b"charset", b"utf-8").decode("latin-1").lower()
+    # Python knows character sets that take seconds to decode, and some with halves of pairs.
+    if kind != b"multipart/form-data" or charset not in READABLE_CHARSETS:
+        remedy = "a file comes as multipart/form-data in UTF-8, with the parts purpose and file"
         raise RequestError(remedy, 415)
 
     async def bounded() -> AsyncGenerator[bytes, None]:

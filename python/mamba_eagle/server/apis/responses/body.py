@@ -27,6 +27,7 @@ from mamba_eagle.server.bodies.kinds import (
     Body,
     Content,
     Flag,
+    Metadata,
     Object,
     Text,
     items,
@@ -109,14 +110,6 @@ class TextForm(Body):
     HARMLESS = frozenset(("verbosity",))
 
 
-def _metadata(value: Any) -> dict[str, str]:
-    given = kinds.OBJECT.read(value)
-    return {name: kinds.TEXT.take(inner, f"metadata.{name}") for name, inner in given.items()}
-
-
-METADATA = kinds.Kind(
-    _metadata, kinds.OBJECT.must, {"type": "object", "additionalProperties": kinds.STRING}
-)
 SOME = "must be a string or a list of items, at least one"
 ITEM_LIST = items(Item, "items", MAX_MESSAGES, SOME, 1)
 INPUT = kinds.Kind(
@@ -137,7 +130,7 @@ class ResponseBody(OtherChat):
     previous_response_id: Text | None = says("of a kept response, whose conversation goes on")
     store: Flag = says("whether the response is kept, for follow-ups and to be fetched", True)
     max_output_tokens: MaxTokens | None = says(LONGEST)
-    metadata: Annotated[dict[str, str], METADATA] = says("repeated", {})
+    metadata: Metadata = says("repeated", {})
     reasoning: Reasoning = says("how much to reason", Reasoning())
     text: TextForm = says("the form of the text", TextForm())
     tools: Annotated[list[Any] | None, items(ResponseTool, "tools", MAX_TOOLS, TOOLS.must)] = says(
@@ -179,7 +172,7 @@ def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> 
     chat.put("reasoning_effort", body.reasoning.effort, "reasoning.effort")
     form = _add_format(chat, body.text.format)
     # What the reply repeats must be text.
-    refuse_half_pairs({"metadata": body.metadata, "text.format": form, "tools": tools})
+    refuse_half_pairs({"text.format": form, "tools": tools})
     job = chat.parse(state)
     sampling = job.prompts[0].sampling
     echo = {
