@@ -112,7 +112,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
         gone.cancel()
 
 
-def _gone() -> RequestError:
+def client_left() -> RequestError:
     return RequestError("the client went away before its request was complete")
 
 
@@ -130,7 +130,7 @@ async def _settle(untried: Untried, request: Request, timeouts: Sequence[Any]) -
             f"the grammar could not be tried within the request's {timeout:g} s", 504
         ) from None
     if not settled:
-        raise _gone()
+        raise client_left()
 
 
 class _Reception:
@@ -154,7 +154,7 @@ class _Reception:
                     break
                 self._take(part)
         except ClientDisconnect:
-            raise _gone() from None
+            raise client_left() from None
         if self._refusal is not None and length:
             raise self._refusal
         body = b"".join(self._parts)

@@ -280,3 +280,27 @@ def test_bad_forms_and_bodies_are_named() -> None:
             assert found["status"] == "failed" and "0 requests" in str(found["errors"])
 
     run(test())
+
+
+def test_a_client_that_leaves_its_upload_is_not_a_failure_of_the_server() -> None:
+    heard = [
+        {"type": "http.request", "body": b"--a\r\n", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    statuses: list[int] = []
+
+    async def receive() -> Any:
+        return heard.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    async def test() -> None:
+        async with serving(says("x")) as server:
+            headers = [(b"content-type", FORM.encode())]
+            path = {"path": "/v1/files", "raw_path": b"/v1/files", "query_string": b""}
+            scope = {"type": "http", "method": "POST", "headers": headers, **path}
+            await server.app(scope, receive, send)
+            assert statuses[0] == 400
+
+    run(test())

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 
 from mamba_eagle.limits import MAX_FILE_BYTES, MAX_PAGE, MAX_SHOWN
@@ -14,7 +15,7 @@ from mamba_eagle.server.apis.batches.batch import Batch, BatchStore, StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Metadata, Text, needs, says, takes
-from mamba_eagle.server.bodies.reception import READABLE_CHARSETS
+from mamba_eagle.server.bodies.reception import READABLE_CHARSETS, client_left
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
 from mamba_eagle.server.state import State
@@ -87,6 +88,8 @@ async def _form(request: Request) -> FormData:
         return await parser.parse()
     except (MultiPartException, KeyError) as error:
         raise RequestError(f"the form cannot be read: {error}") from None
+    except ClientDisconnect:
+        raise client_left() from None
 
 
 @router.get("/v1/files")
