@@ -218,8 +218,8 @@ class Planner:
         self._admitted += admitted
         for request in admitted:
             request.news.weight_version = self.pauses.version
-        if self.prefill.is_full:
-            self._step_back()
+        if self.prefill.turned_away is not None:
+            self._step_back(self.prefill.turned_away)
         if self.prompts_first and not plan.prompts:
             self._schedule_decode(plan)
 
@@ -258,13 +258,12 @@ class Planner:
         rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in self._in_flight)
         return rejects or any(each.leaving or each.all_planned for each in self._admitted)
 
-    def _step_back(self) -> None:
+    def _step_back(self, waiting: Request) -> None:
         """A running request makes room for one of higher priority that did not get any."""
-        waiting = self.prefill.waiting
-        if not waiting or any(request.leaving for request in self._admitted):
+        if any(request.leaving for request in self._admitted):
             return
         last = max(self._admitted, key=rank, default=None)
-        if last is not None and last.priority < waiting[0].priority:
+        if last is not None and last.priority < waiting.priority:
             self._retract(last)
 
     def _release_leaving(self, plan: PlanDraft) -> None:

@@ -117,7 +117,7 @@ class PrefillManager:
         self.grammars: GrammarQueue | None = None  # set where the runner compiles beside its steps
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
-        self.is_full = False  # the last plan had no slots for a request that waits
+        self.turned_away: Request | None = None  # the last plan had no slots for it
 
     def add(self, request: Request) -> None:
         """Behind those that wait; before those of lower priority, and if it was retracted, before
@@ -145,7 +145,7 @@ class PrefillManager:
         Returns those that it admitted in addition.
         """
         budget = self.pace.tokens(decodes, self._runnable_tokens())
-        self.is_full = False
+        self.turned_away = None
         for request in list(self.chunked):
             if budget > 0:
                 budget -= self._cut(request, budget, plan)
@@ -158,23 +158,23 @@ class PrefillManager:
         for request in able[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0:
                 break
-            self.is_full = self.slots.num_free_requests == 0
-            if self.is_full:
-                break
-            if self.grammars is not None and not self.grammars.may_begin(request):
-                continue
             if (adapter := request.adapter) is not None:
                 # others with adapters may not overtake it, or it might wait for ever
                 some_wait_for_slot = some_wait_for_slot or not self.adapters.has_room(adapter)
                 if some_wait_for_slot:
                     continue
+            if self.slots.num_free_requests == 0:
+                self.turned_away = request
+                break
+            if self.grammars is not None and not self.grammars.may_begin(request):
+                continue
             start = self.catch_up.start(request)
             if self.saves.hit_is_coming(request, start.match, [*leaving, *self.chunked]):
                 continue  # others may overtake it: this lasts a few steps only
             if self._comes_from_below(request, start, plan):
                 continue
-            self.is_full = not self._admit(request, start, plan, [*holding, *admitted])
-            if self.is_full:
+            if not self._admit(request, start, plan, [*holding, *admitted]):
+                self.turned_away = request
                 break  # none may overtake it
             plan.message.adapters += self.adapters.enter(adapter)
             admitted.append(request)

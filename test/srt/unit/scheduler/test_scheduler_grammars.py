@@ -103,3 +103,20 @@ def test_a_grammar_that_the_runner_cannot_follow_is_refused_and_compiled_anew() 
     assert output.finish is not None and output.finish.failure is Failure.REFUSED
     serving.add("next", [2] * 5, under("a"))
     assert [asked.text for asked in queue.take_unsent()] == ["a"]
+
+
+def test_nobody_steps_back_for_one_that_waits_for_its_grammar() -> None:
+    """As long as others wait, too, a place that it left would be theirs, again and again."""
+    config = EngineConfig(speculative_algorithm="NONE", schedule_policy="priority")
+    serving, queue = Server(config, FakeRunner(4000, 40, 1, 400)), GrammarQueue()
+    serving.scheduler.prefill.grammars = queue
+    serving.add("r0", [0] * 5, SamplingParams(max_new_tokens=60, ignore_eos=True))
+    serving.step()
+    serving.add("first", [1] * 5, under("a"), priority=1)
+    serving.add("r1", [2] * 5, FREE)
+    for _ in range(4):
+        serving.step()
+    assert serving.scheduler.stats.num_retracted == 0
+    queue.compiled(queue.take_unsent()[0].number)
+    serving.finish()
+    assert serving.last["r0"].retractions == 1 and serving.last["r1"].retractions == 0
