@@ -119,6 +119,9 @@ class Answers:
         if exchange is None:
             problem = "it takes a server with --host-cache-gb and a prefix cache"
             self._reply(PrefixMoved(call_id=asked.call_id, problem=problem))
+        elif self.scheduler.pauses.without_memory:
+            problem = "the model's memory is released: resume it first"
+            self._reply(PrefixMoved(call_id=asked.call_id, problem=problem))
         elif isinstance(asked, ExportPrefix):
             exchange.send(asked)
         else:

@@ -111,6 +111,11 @@ class Pauses:
         return held or self.change is not None or bool(self.released)
 
     @property
+    def without_memory(self) -> bool:
+        """Whether the runner has no slots, or is about to lose them until they are resumed."""
+        return bool(self.released) or (self.change is not None and bool(self.change.release))
+
+    @property
     def any(self) -> bool:
         """Whether requests wait that nothing is wrong with."""
         return self.stops_all or self.mode is not None
@@ -198,7 +203,8 @@ class Planner:
             self.tiers.write_down()
             self._schedule(plan)
         plan.message.copies = self.tiers.take_copies()
-        plan.message.empties_disk = self.tiers.take_empties_disk()
+        if not self.pauses.without_memory:
+            plan.message.empties_disk = self.tiers.take_empties_disk()
         asks_for_copies = self.tiers.in_flight and not self._in_flight
         if plan.empty and not asks_for_copies:
             return None

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import fake_runner
 import pytest
 from fake_runner import VOCAB, FakeRunner, Server, expected_text, noise
+from fake_tiers import TieredRunner
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import ChangeModel, RequestOutput, Weights
+from mamba_eagle.message import (
+    ChangeModel,
+    Done,
+    ExportPrefix,
+    ImportPrefix,
+    RequestOutput,
+    TierSizes,
+    Weights,
+)
+from mamba_eagle.scheduler.answers import Answers
 
 TREE = EngineConfig(
     speculative_algorithm="EAGLE",
@@ -135,6 +147,33 @@ def test_memory_is_released_once_and_resumed_once(trainer: Trainer) -> None:
     assert trainer.change(resume=["kv_cache"]) == ""
     trainer.finish()
     assert trainer.texts["a"] == expected_text(PROMPT, sampling(60))
+
+
+def test_a_runner_without_memory_gets_no_plan(tmp_path: Path) -> None:
+    """Nor a prefix. What is to be forgotten on disk is forgotten when its memory is back."""
+    log = tmp_path / "log"
+    log.touch()
+    sizes = TierSizes(host_units=200, disk_units=900, kv_units=1, disk_log=str(log))
+    runner = TieredRunner(600, 12, 4, 400, sizes=sizes, rng=random.Random(1))
+    scheduler = Server(TREE, runner).scheduler
+    replies: list[Any] = []
+    answers = Answers(scheduler, replies.append, lambda order: None, lambda: None)
+
+    def change(**what: list[str]) -> None:
+        answers.take(ChangeModel(call_id=1, **what))
+        answers.answer_waiting()
+
+    change(release=["weights"])
+    for answer in (Done(call_id=1), None):
+        assert scheduler.plan() is None
+        for asked in (ImportPrefix(path="?"), ExportPrefix(token_ids=PROMPT, salt="", path="?")):
+            answers.take(asked)
+            assert "released" in replies.pop().problem
+        if answer is not None:
+            answers.take_from_runner(answer)
+    change(resume=["weights"])
+    answers.take_from_runner(Done(call_id=1))
+    assert scheduler.plan().empties_disk
 
 
 def act(trainer: Versioned, rng: random.Random, number: int) -> None:
