@@ -31,7 +31,7 @@ log = logging.getLogger("mamba_eagle.scheduler")
 
 NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
-    "banned (stop tokens before min_new_tokens, logit_bias)"
+    "banned (stop tokens before min_new_tokens, logit_bias, allowed_token_ids, bad_words, grammar)"
 )
 
 

@@ -31,7 +31,7 @@ SHAPES = {
     "no-cache": {**TREE, "disable_radix_cache": True},
 }
 FAULTS = {
-    fake_runner.no_token: "no token: its logits are not finite, or every token .* is banned",
+    fake_runner.no_token: "no token: its logits are not finite, or every .* allowed_token_ids",
     fake_runner.outside_the_vocabulary: f"{VOCAB}\\], not all in the vocabulary of {VOCAB}",
     fake_runner.more_tokens_than_nodes: "accepted . nodes but returned 10. tokens",
     fake_runner.more_nodes_than_the_tree_has: "accepted nodes .* no path in a tree of",
