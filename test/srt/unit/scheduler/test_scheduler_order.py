@@ -7,6 +7,7 @@ from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, SamplingParams
+from mamba_eagle.scheduler.adapters import Adapter
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
 
@@ -37,6 +38,22 @@ def test_a_request_of_higher_priority_takes_the_place_of_the_lowest() -> None:
     serving.finish()
     assert serving.texts == texts
     assert serving.last["r1"].retractions == 1
+
+
+def test_nobody_steps_back_for_one_whose_adapter_has_no_slot() -> None:
+    """As long as others wait, too, a place that it left would be theirs, again and again."""
+    serving = server(schedule_policy="priority", max_loras=1)
+    serving.scheduler.adapters._by_name = {name: Adapter(ord(name), name) for name in "ab"}
+    serving.add("r0", [0] * 10, LONG, adapter="a")
+    serving.add("r1", [1] * 10, LONG)
+    serving.step()
+    serving.add("first", [2] * 10, LONG, adapter="b", priority=5)
+    serving.add("r2", [3] * 10, LONG)
+    for _ in range(9):
+        serving.step()
+    assert running(serving) == {"r0", "r1"} and serving.scheduler.stats.num_retracted == 0
+    serving.finish()
+    assert serving.texts["first"] == expected_text([2] * 10, LONG)
 
 
 def test_equal_priorities_keep_the_order_of_arrival() -> None:
