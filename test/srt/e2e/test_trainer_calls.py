@@ -177,6 +177,7 @@ def test_requests_are_aborted_by_name_and_all_at_once(trainer: httpx.Client) -> 
         thread.start()
     while send(trainer, "/v1/loads?include=core", method="GET")["loads"][0]["num_reqs"] < 3:
         time.sleep(0.05)
+    assert send(trainer, "/abort_requests", {"request_ids": []})["aborted"] == 0
     assert send(trainer, "/abort_requests", {"request_ids": ["a", "none"]})["aborted"] == 1
     assert send(trainer, "/abort_requests", {})["aborted"] == 2
     for thread in threads:

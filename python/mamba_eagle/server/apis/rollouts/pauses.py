@@ -78,8 +78,8 @@ async def is_paused(state: State) -> Response:
 class AbortsBody(Body):
     """vLLM's."""
 
-    request_ids: Annotated[list[str], kinds.texts("request_ids", MAX_NAMES)] = says(
-        "names of requests; left out: all", []
+    request_ids: Annotated[list[str] | None, kinds.texts("request_ids", MAX_NAMES)] = says(
+        "names of requests; left out: all"
     )
 
 
@@ -87,7 +87,7 @@ class AbortsBody(Body):
 async def abort_requests(request: Request, state: Operated) -> Response:
     """They end with finish reason abort and the tokens so far; nothing is paused."""
     body = await state.bodies.read(request, lambda values: read(AbortsBody, values))
-    names: list[str | None] = [*body.request_ids] or [None]
+    names = [None] if body.request_ids is None else body.request_ids
     count = sum([await state.manager.abort(name) for name in names])
     return json_response({"status": "aborted", "aborted": count})
 
