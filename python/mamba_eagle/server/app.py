@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
@@ -94,8 +93,7 @@ def make_app(state: ServerState) -> FastAPI:
     for part in parts:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]
-    routes = {route.path for route in app.state.routes if isinstance(route, Route)}
-    app.add_middleware(AtReply, begin=counted(routes, state.recorder.replied))
+    app.add_middleware(AtReply, begin=counted(state.recorder.replied))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)

@@ -1,7 +1,7 @@
 """What is done as a reply begins: it is counted, and marked. Plain ASGI: streams pass untouched."""
 
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,12 +41,14 @@ def add_header(message: Message, name: bytes, value: bytes) -> None:
     message["headers"] = [*message.get("headers", ()), (name, value)]
 
 
-def counted(routes: Collection[str], count: Callable[[str, int], None]) -> Begin:
+def counted(count: Callable[[str, int], None]) -> Begin:
     """By route and status. A path that is no route counts as "other": clients may send any."""
 
     def begin(scope: Scope) -> Callable[[Message], None]:
-        route = scope["path"] if scope["path"] in routes else "other"
-        return lambda message: count(route, message["status"])
+        # FastAPI has found the route until the reply begins
+        return lambda message: count(
+            getattr(scope.get("route"), "path", "other"), message["status"]
+        )
 
     return begin
 

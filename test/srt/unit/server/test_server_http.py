@@ -468,6 +468,24 @@ def test_api_key_guards_all_but_health_and_the_page() -> None:
     run(test())
 
 
+def test_replies_are_counted_by_the_routes_that_gave_them() -> None:
+    """Also where a path has an id; what clients make up is one route."""
+
+    async def test() -> None:
+        async with serving(says("a")) as server:
+            for path in ("/v1/files/one", "/v1/files/two", "/nothing", "/v1/nothing"):
+                assert (await server.client.get(path)).status_code == 404
+            assert (await server.client.get("/generate")).status_code == 405
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            counts = [line for line in lines if line.startswith("mamba_eagle:http_requests_total")]
+            wanted = (("/v1/files/{id}", 404, 2), ("other", 404, 2), ("/generate", 405, 1))
+            for route, status, count in wanted:
+                labels = f'{{model_name="tiny",route="{route}",status="{status}"}}'
+                assert f"mamba_eagle:http_requests_total{labels} {count}.0" in counts
+
+    run(test())
+
+
 def test_metrics_count_what_was_served() -> None:
     async def test() -> None:
         async with serving(says("abcd"), chunk=2) as server:
