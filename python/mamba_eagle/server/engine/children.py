@@ -82,10 +82,12 @@ class Child:
 
     def dump_stacks(self) -> None:
         """Makes the process write the stacks of its threads to its standard error, if it still
-        can. A stopped process is continued for that: it is about to be ended anyway."""
+        can. A stopped process is continued for that: it is about to be ended anyway. And before:
+        what waits for a stopped process any of its threads may take, and one that reads the main
+        thread's frames while that runs crashes."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(STACKS_SIGNAL)
             self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(STACKS_SIGNAL)
 
     def how_it_ended(self, quotes: bool = True) -> str:
         """For people: role, pid, exit code or signal, and with ``quotes`` the last line that it
