@@ -39,6 +39,12 @@ from mamba_eagle.scheduler.scheduler import Scheduler
 TOKEN = 17  # what every request is answered with; no stop token
 
 
+def between(corners: Sequence[tuple[int, float]], requests: int) -> float:
+    """On the lines between corners (requests, seconds)."""
+    numbers, seconds = ([corner[i] for corner in corners] for i in (0, 1))
+    return float(np.interp(requests, numbers, seconds))
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds, unless named otherwise."""
@@ -61,8 +67,7 @@ class Costs:
     stalls: Sequence[tuple[int, float]] = ()  # (step, how much longer the launch of its prompts is)
 
     def decode_step(self, requests: int) -> float:
-        numbers, seconds = ([corner[i] for corner in self.decode] for i in (0, 1))
-        return float(np.interp(requests, numbers, seconds))
+        return between(self.decode, requests)
 
     def prompts(self, tokens: int) -> float:
         return self.pass_fixed + max(self.pass_least, tokens * self.per_prompt_token)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from benchmark.lib.virtual import Clock, Costs, VirtualRunner
+from benchmark.lib.virtual import Clock, Costs, VirtualRunner, between
 from mamba_eagle.message import Plan, StepResult
 
 RECHECK = 1e-4  # seconds until the last stage looks again whether plans have come
@@ -32,8 +30,7 @@ class StageCosts(Costs):
     first_share: float = 30 / 56  # of the layers that are in the first stage
 
     def draft_step(self, requests: int) -> float:
-        numbers, seconds = ([corner[i] for corner in self.draft] for i in (0, 1))
-        return float(np.interp(requests, numbers, seconds))
+        return between(self.draft, requests)
 
     def launch(self, plan: Plan) -> float:
         """The host's part of both stages' passes over a plan's prompts."""
@@ -45,7 +42,7 @@ class StageCosts(Costs):
         """The same layers and drafter on one device."""
         steps = [(n, seconds + self.draft_step(n)) for n, seconds in self.decode]
         fields = {name: getattr(self, name) for name in Costs.__dataclass_fields__}
-        return replace(Costs(**fields), decode=steps)
+        return Costs(**{**fields, "decode": steps})
 
 
 # Nemotron-Nano-9B-v2's geometry in bfloat16 on H100s; trees of 8 nodes by an EAGLE head, which

@@ -47,9 +47,9 @@ SAMPLES = 9  # passes of each class of sizes that are remembered
 class PromptPace:
     """Learns what steps and prompt tokens take. No clocks."""
 
-    def __init__(self, most: int, paced: bool, least: int = MIN_TOKENS) -> None:
+    def __init__(self, most: int, paced: bool, least: int = 0) -> None:
         """most: prompt tokens of any step. paced: otherwise a step always takes that many. least:
-        tokens that are always worth a pass."""
+        tokens that are worth a pass whatever passes take."""
         self.most, self.paced, self.least = most, paced, least
         self._passes = PassTimes()
         self._decoding: deque[float] = deque(maxlen=RECENT)  # seconds
@@ -83,7 +83,7 @@ class PromptPace:
         ratio = passes.tokens(MAX_RATIO * (decoding + passes.seconds(mean)) - decoding)
         even = min(ratio, mean / MIN_FILL)
         unnoticed = passes.tokens(MIN_SHARE * decoding)
-        least = max(self.least, passes.worthwhile())
+        least = max(self.least, MIN_TOKENS, passes.worthwhile())
         most = passes.tokens(MAX_SHARE * decoding)
         tokens = round(max(least, min(max(unnoticed, even, burst), most)))
         rest = waiting - tokens

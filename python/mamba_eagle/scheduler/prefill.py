@@ -20,7 +20,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.grammars import GrammarQueue
-from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
+from mamba_eagle.scheduler.pace import PromptPace
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.saves import StateSaves
@@ -107,8 +107,8 @@ class PrefillManager:
         share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
         most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
-        least = MIN_TOKENS if runner.cohorts == 1 else most // PIPELINE_SHARE
-        self.pace = PromptPace(most, paced, max(least, MIN_TOKENS))
+        least = most // PIPELINE_SHARE if runner.cohorts > 1 else 0
+        self.pace = PromptPace(most, paced, least)
         self.saves = StateSaves(config, slots, runner)
         self.tempers_logprobs = config.logprobs_at_temperature
         self.longest_match_first = config.schedule_policy == "lpm"
