@@ -69,33 +69,21 @@ ROWS_AT_ONCE = 16  # whose blocks are searched side by side
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _maxima_kernel(
     maxima,  # [rows, SUBS] int32, out: rising numbers
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     SUBS: tl.constexpr,
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     block, row = tl.program_id(0), row_of(tl.program_id(1).to(tl.int64), reads)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = adjusted(token, row, reads)
-    rising = tl.where(token < V, rising_of(x), LOWEST)
+    rising = tl.where(token < reads.V, rising_of(x), LOWEST)
     largest = tl.max(tl.reshape(rising, (BLOCK // SUB, SUB)), 1)
     at = maxima + row.number * SUBS + block * (BLOCK // SUB)
     tl.store(at + tl.arange(0, BLOCK // SUB), largest)
@@ -158,33 +146,21 @@ def _collect_kernel(
     short,  # [rows, LIST] int64, out: their keys
     masses,  # [rows, blocks] int64, out: of all tokens, for a top-p without top-k
     winners,  # [rows, blocks] int64, out: keys of the best scores, without top-k and top-p
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     block, row = tl.program_id(0), row_of(tl.program_id(1).to(tl.int64), reads)
     if asks(row.asked, TEMPERATURE):
         token = block * BLOCK + tl.arange(0, BLOCK)
-        valid = token < V
+        valid = token < reads.V
         x = adjusted(token, row, reads)
         best = float_of(tl.load(highest + row.number))
         temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
@@ -290,20 +266,11 @@ def _choose_kernel(
     shares,  # [rows, FEW] int64: scratch
     masses,
     winners,
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     blocks,
     ID_BITS: tl.constexpr,
@@ -313,22 +280,19 @@ def _choose_kernel(
     LIST: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     row = row_of(tl.program_id(0).to(tl.int64), reads)
     top = tl.load(highest + row.number)
     token_found = tl.full([], NO_TOKEN, tl.int64)
     if (top < INFINITE) & (top > IMPOSSIBLE):
         if not asks(row.asked, TEMPERATURE):
             place = tl.arange(0, SUBS)
-            subs = (V + SUB - 1) // SUB
+            subs = (reads.V + SUB - 1) // SUB
             largest = tl.load(maxima + row.number * SUBS + place, mask=place < subs, other=LOWEST)
             first = tl.min(tl.where(largest == top, place, SUBS), 0)
             token = first * SUB + tl.arange(0, SUB)
             x = adjusted(token, row, reads)
-            is_best = (rising_of(x) == top) & (token < V)
+            is_best = (rising_of(x) == top) & (token < reads.V)
             token_found = tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0).to(tl.int64)
         elif not lists(row.asked):
             block = tl.arange(0, BLOCKS)
@@ -396,10 +360,6 @@ def sample_nodes(
         tables.flags,
         logits,
         logits.stride(0),
-        nodes.slots,
-        nodes.positions.contiguous(),
-        nodes.tokens.contiguous(),
-        nodes.ancestors.contiguous().view(torch.uint8),
         tables.numbers,
         tables.integers,
         tables.prompt_seen.view(torch.uint8),
@@ -407,6 +367,10 @@ def sample_nodes(
         tables.bias,
         tables.stops.view(torch.uint8),
         V,
+        nodes.slots,
+        nodes.positions.contiguous(),
+        nodes.tokens.contiguous(),
+        nodes.ancestors.contiguous().view(torch.uint8),
         T,
     )
     rows = _empty_rows(b * T, V, sizes, logits.device)
@@ -440,7 +404,7 @@ def _find_pivots(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     subs = rows.maxima.shape[1]
     _maxima_kernel[(blocks, count)](
         rows.maxima,
-        *reads,
+        *reads.arguments,
         SUBS=subs,
         BLOCK=sizes.block,
         SUB=sizes.sub,
@@ -473,7 +437,7 @@ def _choose_from_lists(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         short,
         rows.masses,
         winners,
-        *reads,
+        *reads.arguments,
         ID_BITS=_id_bits(reads),
         BLOCK=sizes.block,
         LIST=sizes.short_list,
@@ -490,7 +454,7 @@ def _choose_from_lists(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         few,
         rows.masses,
         winners,
-        *reads,
+        *reads.arguments,
         blocks,
         ID_BITS=_id_bits(reads),
         SUBS=rows.maxima.shape[1],
@@ -518,7 +482,7 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         rows.queue,
         rows.queued,
         rows.highest,
-        *reads,
+        *reads.arguments,
         ID_BITS=ids,
         BLOCK=sizes.block,
         EACH=sizes.each,
@@ -530,7 +494,7 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         rows.queue,
         rows.queued,
         rows.highest,
-        *reads,
+        *reads.arguments,
         ID_BITS=ids,
         BLOCK=sizes.block,
         **pool,
@@ -544,7 +508,7 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         rows.queue,
         rows.queued,
         rows.highest,
-        *reads,
+        *reads.arguments,
         blocks,
         ID_BITS=ids,
         BLOCK=sizes.tile,

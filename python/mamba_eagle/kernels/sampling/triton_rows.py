@@ -47,15 +47,11 @@ ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
 
 
 class Reads(NamedTuple):
-    """What kernels read of their rows, in the order of their parameters."""
+    """What kernels read of their rows."""
 
     flags: Any
     logits: Any  # [rows, V], rows row_stride apart
     row_stride: Any
-    slots: Any
-    positions: Any
-    tree_tokens: Any
-    ancestors: Any
     numbers: Any
     integers: Any
     prompt_seen: Any
@@ -63,7 +59,18 @@ class Reads(NamedTuple):
     bias: Any
     stops: Any
     V: Any
+    slots: Any
+    positions: Any
+    tree_tokens: Any
+    ancestors: Any
     T: Any
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As kernels take them: all up to V as one, ``tables``, in which every member is
+        specialized, and the others by themselves, since kernels do not specialize on them."""
+        first = Reads._fields.index("slots")
+        return self[:first], *self[first:]
 
 
 class Row(NamedTuple):

@@ -56,29 +56,17 @@ def nominate_kernel(
     queue,  # [rows] int32, the rows to search
     queued,  # [1] int32, how many
     highest,
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
@@ -86,7 +74,7 @@ def nominate_kernel(
         if _by_one_filter(row.asked):
             x = adjusted(token, row, reads)
             high = float_of(tl.load(highest + row.number))
-            kept = (token < V) & above_floor(x, high, row, reads)
+            kept = (token < reads.V) & above_floor(x, high, row, reads)
             noise_key = noise_key_of(row, reads)
             temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
             scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
@@ -114,20 +102,11 @@ def weigh_kernel(
     queue,
     queued,
     highest,
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -135,10 +114,7 @@ def weigh_kernel(
     EACH: tl.constexpr,
     NOMINEES: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
@@ -146,11 +122,11 @@ def weigh_kernel(
         if _by_one_filter(row.asked):
             x = adjusted(token, row, reads)
             key = key_of(rising_of(x), token, ID_BITS)
-            weight = (token < V).to(tl.int64)
+            weight = (token < reads.V).to(tl.int64)
             if asks(row.asked, TOP_P):
                 high = float_of(tl.load(highest + row.number))
                 temperature = number_of(reads.numbers, row.slot, TEMPERATURE)
-                weight = tl.where(token < V, mass_of(x, high, temperature), 0)
+                weight = tl.where(token < reads.V, mass_of(x, high, temperature), 0)
             tries = _tries(number_of(reads.numbers, row.slot, TOP_P), row.asked, NOMINEES)
             at = weights + row.number * NOMINEES * blocks + block
             others = tl.arange(0, NOMINEES)
@@ -281,20 +257,11 @@ def search_kernel(
     queue,
     queued,
     highest,
-    flags,
-    logits,
-    row_stride,
+    tables,
     slots,
     positions,
     tree_tokens,
     ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
     T,
     blocks,
     ID_BITS: tl.constexpr,
@@ -304,10 +271,7 @@ def search_kernel(
     EACH: tl.constexpr,
     NOMINEES: tl.constexpr,
 ):
-    reads = Reads(
-        flags, logits, row_stride, slots, positions, tree_tokens, ancestors, numbers, integers,
-        prompt_seen, output_counts, bias, stops, V, T,
-    )  # fmt: skip
+    reads = Reads(*tables, slots, positions, tree_tokens, ancestors, T)
     place = tl.program_id(0)
     if place < tl.load(queued):
         row = row_of(tl.load(queue + place).to(tl.int64), reads)
