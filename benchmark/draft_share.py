@@ -2,22 +2,25 @@
 
     python -m benchmark.draft_share --results benchmark/results/gpu.jsonl
 
-Random weights of a 9B hybrid's geometry; the acceptance length is forced, so that all of a step is
-done although no draft is right. A step is the runner's, from the plan to the end of its work.
-Drafting is timed by itself, as a captured graph, on requests in the middle of their output.
+Random weights of the target's geometry, and drafters of published shapes at its width; the
+acceptance length is forced, so that all of a step is done although no draft is right. A step is
+the runner's, from the plan to the end of its work. Drafting is timed by itself, as a captured
+graph, on requests in the middle of their output.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from mamba_eagle.bench import facts, results
+from mamba_eagle.bench import experts, facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.bench.one_batch import release_memory
 from mamba_eagle.config import EngineConfig
@@ -35,32 +38,63 @@ SHAPES = {8: {"topk": 3, "nodes": 8}, 16: {"topk": 4, "nodes": 16}}
 
 class Candidate(NamedTuple):
     algorithm: str
-    folder: str
+    folder: str  # "": the target's
     depth: int
 
 
 CANDIDATES = {
     "EAGLE": Candidate("EAGLE", "eagle-head", 5),
+    "MTP": Candidate("MTP", "", 5),
     "STANDALONE": Candidate("STANDALONE", "llama-2-layers", 5),
     "DFLASH": Candidate("DFLASH", "dflash-6-layers", 7),
     "DSPARK": Candidate("DSPARK", "dspark-6-layers", 7),
 }
 
 
-def engine_config(name: str, nodes: int, batches: list[int], bits: str) -> EngineConfig:
+OF_ANY_TARGET = [name for name, candidate in CANDIDATES.items() if candidate.folder]
+
+
+class Target(NamedTuple):
+    folder: str
+    bits: str
+    routing: str  # of experts
+
+
+def drafter_for(target: Target, folder: str, fitted: Path) -> str:
+    """``fitted``, with a config.json of the target's width, vocabulary and layers."""
+    own, whole = (
+        json.loads((MODELS / name / "config.json").read_text()) for name in (folder, target.folder)
+    )
+    own["vocab_size"] = whole["vocab_size"]
+    if (block := own.get("dflash_config")) is not None:
+        taps, layers = len(block["target_layer_ids"]), whole["num_hidden_layers"]
+        block["target_layer_ids"] = [layers * tap // taps for tap in range(taps)]
+    if folder != CANDIDATES["STANDALONE"].folder:
+        own["hidden_size"] = whole["hidden_size"]
+    (fitted / "config.json").write_text(json.dumps(own))
+    return str(fitted)
+
+
+def engine_config(
+    target: Target, name: str, nodes: int, batches: list[int], bits: str, fitted: Path
+) -> EngineConfig:
     config = EngineConfig(
-        model_path=str(MODELS / "nemotron-nano-9b-v2"),
+        model_path=str(MODELS / target.folder),
         load_format="dummy",
         device="cuda",
+        quantization=target.bits,
         chunked_prefill_size=8192,
         speculative_algorithm="NONE",
     )
     if name in CANDIDATES:
         candidate, shape = CANDIDATES[name], SHAPES[nodes]
+        path = config.model_path
+        if candidate.folder:
+            path = drafter_for(target, candidate.folder, fitted)
         config = dataclasses.replace(
             config,
             speculative_algorithm=candidate.algorithm,
-            speculative_draft_model_path=str(MODELS / candidate.folder),
+            speculative_draft_model_path=path,
             speculative_num_steps=candidate.depth,
             speculative_eagle_topk=shape["topk"],
             speculative_num_draft_tokens=nodes,
@@ -95,11 +129,16 @@ def draft_seconds(runner: ModelRunner, batch: int) -> float:
     return begin.elapsed_time(end) / 1e3 / REPLAYS
 
 
-def measure(name: str, nodes: int, batches: list[int], bits: str) -> list[dict[str, Any]]:
+def measure(
+    target: Target, name: str, nodes: int, batches: list[int], bits: str
+) -> list[dict[str, Any]]:
     """bits: how the drafter's weights are kept."""
-    config = engine_config(name, nodes, batches, bits)
-    runner = make_runner(config)
+    with tempfile.TemporaryDirectory() as fitted:
+        config = engine_config(target, name, nodes, batches, bits, Path(fitted))
+        runner = make_runner(config)
     assert isinstance(runner, ModelRunner)
+    if runner.model.config.moe is not None:
+        experts.watch(runner, target.routing)
     if config.tree_shape != PLAIN:
         runner.simulate_accept_length(ACCEPTED)
     engine, found = BatchEngine(config, runner), []
@@ -116,6 +155,8 @@ def measure(name: str, nodes: int, batches: list[int], bits: str) -> list[dict[s
         found.append(
             {
                 "name": "draft_share",
+                "model": target.folder,
+                "quantization": target.bits,
                 "drafter": name,
                 "drafter_quantization": bits,
                 "nodes": nodes,
@@ -139,14 +180,17 @@ def row(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--drafters", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
+    parser.add_argument("--model", default="nemotron-nano-9b-v2", help="in benchmark/models")
+    parser.add_argument("--quantization", default="auto", help="of the target")
+    parser.add_argument("--dummy-routing", choices=("model", "uniform", "same"), default="uniform")
+    parser.add_argument("--drafters", nargs="+", default=OF_ANY_TARGET, choices=CANDIDATES)
     parser.add_argument("--nodes", type=int, nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
         "--bits",
         nargs="+",
         default=["auto"],
-        choices=("auto", "fp8", "nvfp4"),
+        choices=("auto", "fp8", "nvfp4", "none"),
         help="kinds of the drafter's weights",
     )
     parser.add_argument("--results", default="", help="append one JSON line per number")
@@ -154,6 +198,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: needs a CUDA GPU")
     machine = facts.facts("cuda")
+    target = Target(args.model, args.quantization, args.dummy_routing)
     print(
         f"{'drafter':<11}{'bits':<7}{'nodes':>6}{'batch':>7}{'step ms':>10}{'draft ms':>10}", end=""
     )
@@ -162,7 +207,7 @@ def main() -> None:
     cases += [(each, n, bits) for each in args.drafters for n in args.nodes for bits in args.bits]
     for name, nodes, bits in cases:
         release_memory()
-        lines = measure(name, nodes, args.batch_size, bits)
+        lines = measure(target, name, nodes, args.batch_size, bits)
         if args.results:
             results.append(args.results, [{**line, **machine} for line in lines])
 

@@ -29,7 +29,8 @@ class DraftSettings(Settings):
     speculative_draft_model_quantization: str = setting(
         "same",
         "weights of few bits of the drafter, with the values of --quantization; same: what that "
-        "says, and for EAGLE on a CPU where that says auto int8, or int4 with AVX2 alone",
+        "says, and for EAGLE on a CPU where that says auto int8, or int4 with AVX2 alone; none: "
+        "drafts are chosen in the bits of the target's lm_head, on a GPU, too",
         ("same", *QUANTIZATIONS),
     )
     speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")

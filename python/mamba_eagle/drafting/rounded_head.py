@@ -11,18 +11,16 @@ from mamba_eagle.config import ON_A_CPU
 from mamba_eagle.drafting.base import DraftParts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
-from mamba_eagle.layers.weights import MatrixLayer
-from mamba_eagle.models.base import CausalLM
 from mamba_eagle.quantization.grouped import GROUP, int4_groups, int8_groups
-from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
+from mamba_eagle.quantization.matrix import Matrix, quantized
 
 ROWS_AT_ONCE = 8192  # that are in memory as float32
 
 
 def rounded_head(parts: DraftParts) -> Linear | None:
-    """In integers on a CPU if the drafter's weights are, in float8 on a GPU if they or the target's
-    are. None: drafts read the target's own, also if ranks share the vocabulary or logits are
-    scaled."""
+    """In integers on a CPU if the drafter's weights are, in float8 where the device multiplies it.
+    None: drafts read the target's own, as they do if its bits are few, ranks share the vocabulary,
+    logits are scaled, or the drafter's weights are to keep their bits."""
     target, mode = parts.target, parts.config.speculative_draft_model_quantization
     head = target.lm_head
     stored = head.matrix
@@ -35,17 +33,12 @@ def rounded_head(parts: DraftParts) -> Linear | None:
         return _prepared(
             parts, lambda begin, rows: in_groups(stored.narrow(-2, begin, rows).dequantize())
         )
-    in_eight_bits = mode == "fp8" or in_float8(target)
-    if stored is None and in_eight_bits and not parts.backend.place.on_host:
-        weight = head.weight.detach()
-        return _prepared(parts, lambda begin, rows: quantized(weight.narrow(-2, begin, rows)))
-    return None
-
-
-def in_float8(target: CausalLM) -> bool:
-    layers = (layer for layer in target.modules() if isinstance(layer, MatrixLayer))
-    held = (matrix for layer in layers for matrix in layer.matrices.values())
-    return any(isinstance(matrix, Float8Matrix) for matrix in held)
+    if stored is not None or mode == "none":
+        return None
+    weight = head.weight.detach()
+    if not parts.backend.layer_ops.keeps(quantized(weight[:1]), weight.device):
+        return None
+    return _prepared(parts, lambda begin, rows: quantized(weight.narrow(-2, begin, rows)))
 
 
 def _prepared(parts: DraftParts, rounded: Callable[[int, int], Matrix]) -> Linear:

@@ -23,7 +23,11 @@ from tiny_model import write_model
 from torch import Tensor
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.eagle import EagleNetwork
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.message import Plan
+from mamba_eagle.quantization.matrix import Float8Matrix
 
 torch.set_num_threads(1)
 
@@ -227,3 +231,26 @@ def test_samples_follow_the_targets_distribution(tmp_path: Path, drafter: str | 
     found = torch.cat([ranks(engine, plain, 100, 100, 1000 * i) for i in range(rounds)])
     assert len(found) == 10_000 * rounds
     assert chi_square(torch.histc(found, BINS, 0.0, 1.0)) < LIMIT
+
+
+@pytest.mark.parametrize("asked", ["auto", "none"])
+def test_drafts_read_lm_head_in_float8(
+    target: Path, plain: PlainModel, tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device multiplies it, and unless the drafter's weights are to keep their bits."""
+    monkeypatch.setattr(
+        LayerOps, "keeps", lambda _, matrix, device: isinstance(matrix, Float8Matrix)
+    )
+    bits = {"speculative_draft_model_quantization": asked}
+    engine = DRAFTERS["eagle"].engine(tmp_path, target, SHAPES["tree-torch"], **bits)
+    drafter = engine.runner.step.drafter
+    assert isinstance(drafter, ModelDrafter) and isinstance(drafter.network, EagleNetwork)
+    network = drafter.network
+    if asked == "none":
+        assert network.output is None
+    else:
+        outputs = torch.randn(9, engine.runner.model.config.hidden_size)
+        exact = network.target.raw_logits(outputs)
+        error = (network.logits(1, outputs) - exact).abs().max() / exact.abs().max()
+        assert 0 < error < 0.06  # a sixteenth at most of each number
+    assert_plain_texts(engine, plain)
