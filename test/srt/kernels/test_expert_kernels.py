@@ -266,6 +266,18 @@ def test_experts_are_those_of_the_definition(case: Case) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("act", ["relu_squared", "silu_gate"])
+def test_groups_that_were_rounded_before(act: str) -> None:
+    """By a launch, as those of many tokens are."""
+    layer = Layer(Case("blocks", act, width=144))
+    layer.fused.max_rounded_as_read = 0
+    for tokens in (20, 300) if GPU else (20,):
+        x, routes = inputs(tokens)
+        error = relative_error(layer.fused(x, routes), layer.reference(x, routes))
+        assert error < FLOAT8_ERROR, tokens
+
+
+@runs_kernels
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_a_tokens_outputs_do_not_depend_on_its_place(tokens: int) -> None:
     layer, (x, routes) = Layer(Case("bfloat16")), inputs(tokens)

@@ -22,6 +22,7 @@ from mamba_eagle.kernels.float8.torch import (
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.relu_squared.naive import relu_squared
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
+from mamba_eagle.quantization.matrix import Float8Matrix
 
 test_in_the_interpreter = all_in_the_interpreter(
     "test_four_bit.py", "test_few_bit_products.py", "test_one_shot_sum.py", "test_peer_copy.py"
@@ -260,3 +261,25 @@ def test_products_at_real_sizes(form: str, tokens: int, block: tuple[int, int] |
         exact = widened(x).double() @ wide.double().t()
         found = triton.product(x, values, scale, None, torch.bfloat16, block)
         assert (found.double() - exact).norm() / exact.norm() < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_library_multiplies_many_tokens_with_blocks(bias: bool) -> None:
+    """Odd numbers of them, too."""
+    from mamba_eagle.backend.triton.products import FEW_TOKENS, Float8Product
+
+    values = to_e4m3(normal(384, 640, seed=1) * 40).cuda()
+    scale = torch.linspace(0.01, 0.02, 15, device="cuda").view(3, 5)
+    made = Float8Product(
+        Float8Matrix(values, scale, (128, 128), Rounding(group=128)), torch.bfloat16
+    )
+    added = normal(384, seed=3).to("cuda", torch.bfloat16) if bias else None
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert made.block_scale is not None
+    wide = values.double() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    for tokens in (FEW_TOKENS, FEW_TOKENS + 1, 127, 1001):
+        x = normal(tokens, 640).to("cuda", torch.bfloat16)
+        exact = widened(rounded(x, made.rounding)).double() @ wide.t()
+        exact = exact if added is None else exact + added
+        assert (made(x, added) - exact).norm() / exact.norm() < 4e-3, tokens

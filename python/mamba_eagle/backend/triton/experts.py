@@ -27,6 +27,8 @@ MAX_TILES = 1024  # tokens; for more, libraries multiply 16 bits faster
 # Up to this many tokens shared experts are two more of the routed ones' launches; beyond, reading
 # their weights again for each tile of tokens takes longer than three launches.
 MAX_SHARED = 64
+# Of up to this many tokens groups are rounded as they are read, in small tiles; of more by launches.
+MAX_ROUNDED_AS_READ = 256
 
 
 class Sizes(NamedTuple):
@@ -134,6 +136,7 @@ class FusedExperts(ExpertLayer):
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
         self.forms = tiles if exact else [few, *tiles]
         self.max_shared = 0 if exact else MAX_SHARED
+        self.max_rounded_as_read = 0 if exact else MAX_ROUNDED_AS_READ  # by other bits
 
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
         stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
@@ -166,36 +169,38 @@ class FusedExperts(ExpertLayer):
     def _config(self, n: int) -> tuple[Config, Config]:
         sizes = next(each for each in self.forms if n <= each.tokens)
         up, down = sizes.up, sizes.down
-        if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
-            up = down = TILES[0].up
+        if self.up.block and up.tokens and n <= MAX_ROUNDED_AS_READ:
+            return TILES[0].up, TILES[0].up
         if self.act == SILU_GATE and up.tokens:  # two matrices at once
             if not self.float8:
                 up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
-            elif not self.up.block:  # fewer than 128 bytes of a row take longer
+            else:  # fewer than 128 bytes of a row take longer
                 up = up._replace(stages=up.stages - 1)
         return up, down
 
     def _each(self, x: Tensor, pairs: Pairs) -> Tensor:
         """[pairs, size], in the order of triton.py."""
         above, below = self._config(len(x))
-        given = Marked(x, pairs.routes.weights)
+        given, rounding = Marked(x, pairs.routes.weights), self.up.rounding
+        once = len(x) > self.max_rounded_as_read  # whether groups are rounded by launches
         if above.tokens:
-            rounding = self.up.rounding
-            rounds = rounding is not None and not rounding.group
-            to_round = x if rounds else None
+            in_groups = rounding is not None and rounding.group > 0
+            to_round = None if rounding is None or in_groups else x
             ids = pairs.routes.experts
             place = sort_pairs(ids, self.count, self.first, to_round, rounding)
             pairs = pairs._replace(place=place)
-            if rounds:
+            if to_round is not None:
                 given = Marked(place.rounded, place.largest)
+            elif rounding is not None and once:
+                given = Marked(*rounded(x, rounding)[:2])
         late = self.down.rounding if above.tokens else None
-        if late is not None and (late.group or late.scale is not None):
+        if late is not None and (late.scale is not None or (late.group and not once)):
             late = None  # rounded as they are read, or as they are written
         following = self.down.rounding if late is None else None
         made = kernels.product(given, self.up, pairs, above, self.act, self.dtype, following)
         if late is not None:
             eight = rounded(made.values, late)
-            made = Marked(eight.values, eight.scale * LARGEST)
+            made = Marked(eight.values, eight.scale if late.group else eight.scale * LARGEST)
         last = kernels.product(made, self.down, pairs, below, None, self.dtype)
         return last.values
 

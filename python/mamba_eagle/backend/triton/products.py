@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
@@ -17,6 +18,7 @@ from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
+BLOCK_SCALES = (9, 0), (12, 9)  # of which, and the CUDA from which, cuBLASLt scales blocks
 MULTIPLE = 16  # rows and columns of a float8 product
 BLOCK = 128  # columns of a block that the kernel supports; its rows are a multiple
 # Up to this many tokens a Triton kernel multiplies.
@@ -72,9 +74,18 @@ def multiplies(matrix: Matrix, device: torch.device) -> bool:
     return block[0] % BLOCK == 0 and block[1] == BLOCK and rounding.group in (0, BLOCK)
 
 
+def scales_blocks(values: Tensor) -> bool:
+    """Whether cuBLASLt multiplies a weight whose blocks of 128 × 128 have a scale each."""
+    capable, cuda = BLOCK_SCALES
+    built = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    whole = all(size % BLOCK == 0 for size in values.shape)
+    return whole and built >= cuda and capability(values.device) == capable
+
+
 class Float8Product(MatrixProduct):
     """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
-    library for more, which scales or leaves that to us. Of blocks: the Triton kernel."""
+    library for more, which scales or leaves that to us. Of blocks: the Triton kernel; for many
+    tokens cuBLASLt, where it has such products."""
 
     sizes: tuple[int, ...] = (16, 32, FEW_TOKENS, FEW_TOKENS + 1, MAX_SCALED_AFTER + 1)
 
@@ -94,10 +105,18 @@ class Float8Product(MatrixProduct):
         if missing and len(self.scale) > 1:
             self.column_scale = F.pad(self.column_scale, (0, missing))
         self.row_scaled = dtype == torch.bfloat16 and capability(values.device) >= ROW_SCALES
+        self.block_scale: Tensor | None = None
+        if self.row_scaled and scales_blocks(values) and self.block == (BLOCK, BLOCK):
+            self.block_scale = F.pad(self.scale, (0, -self.scale.shape[1] % 4)).t()
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
         n = len(given.values)
+        if self.block_scale is not None and given.group and n > FEW_TOKENS:
+            forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+            scales = (given.scale, forms[0], self.block_scale, forms[1])
+            y = F.scaled_mm(given.values, self.weight.t(), *scales, output_dtype=self.dtype)
+            return y if bias is None else y + bias
         if self.block is not None:
             return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
         if given.scale.numel() == 1 and self.scale.numel() == 1:

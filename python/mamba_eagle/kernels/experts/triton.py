@@ -228,7 +228,7 @@ def _few_kernel(
 @triton.jit
 def _factor(x, factor, INPUTS: tl.constexpr):
     """The right factor [TOKENS, COLUMNS] of a product, and its scales [TOKENS]."""
-    if INPUTS == _GROUPED:
+    if INPUTS == _GROUPED and x.dtype != tl.float8e4nv:
         x = x.to(tl.float32)
         factor = _scale_of(tl.max(tl.abs(x), 1))
         return _rounded(x, factor[:, None]), factor
@@ -241,7 +241,7 @@ def _factor(x, factor, INPUTS: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "first"])
 def _tile_kernel(
     x,
-    x_largest,  # [n] if GATHER, else [pairs, PARTS]
+    x_largest,  # [n] if GATHER, else [pairs, PARTS]; of float8 in groups: scales [STEPS, rows]
     static,
     order,
     table,
@@ -309,6 +309,13 @@ def _tile_kernel(
                 scales = shared_scale
     at = base + row_at.to(tl.int64)[:, None] * row_stride
     above = at + gate_rows * row_stride
+    OF_GROUPS: tl.constexpr = INPUTS == _GROUPED and x.dtype.element_ty == tl.float8e4nv
+    num_rows = n if GATHER else n * ALL
+    if BLOCK_OUT > 0:
+        row_scales = scales + row_at // BLOCK_OUT * STEPS
+        above_scales = row_scales
+        if GATED:
+            above_scales = scales + (OUT + row_at) // BLOCK_OUT * STEPS
     for start in tl.range(begin, end, TOKENS):
         which = start + tl.arange(0, TOKENS)
         is_pair = which < end
@@ -331,6 +338,11 @@ def _tile_kernel(
             factor = _scale_of(size)
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
         gates = tl.zeros([ROWS, TOKENS], tl.float32)
+        if BLOCK_OUT > 0:  # scales of the next sum are loaded while this one is made
+            s, gate_s = tl.load(row_scales), tl.load(above_scales)
+        if OF_GROUPS:
+            groups = x_largest + (token if GATHER else pair)
+            factor = tl.load(groups)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             column = step * COLUMNS + tl.arange(0, COLUMNS)
             inside = (column < SIZE)[None, :]
@@ -346,17 +358,22 @@ def _tile_kernel(
                 t = tl.load(own + column[None, :], mask=is_pair[:, None] & inside, other=0.0)
             t, group = _factor(t, factor, INPUTS)
             if BLOCK_OUT > 0:
-                s = tl.load(scales + row_at // BLOCK_OUT * STEPS + step)
+                later = tl.minimum(step + 1, STEPS - 1)
+                next_s, next_gate_s = tl.load(row_scales + later), tl.load(above_scales + later)
+                if OF_GROUPS:
+                    factor = tl.load(groups + later * num_rows)
                 part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
                 if INPUTS == _GROUPED:
                     part *= group[None, :]
                 if GATED:
                     gates += part * s[:, None]
-                    s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * STEPS + step)
                     part = product_of_tiles(u, t, tl.zeros([ROWS, TOKENS], tl.float32))
                     if INPUTS == _GROUPED:
                         part *= group[None, :]
-                acc += part * s[:, None]
+                    acc += part * gate_s[:, None]
+                else:
+                    acc += part * s[:, None]
+                s, gate_s = next_s, next_gate_s
             elif GATED:
                 gates = product_of_tiles(w, t, gates)
                 acc = product_of_tiles(u, t, acc)

@@ -54,10 +54,9 @@ def _round_kernel(
     x,  # [n, size], rows x_stride apart
     static,  # [1, 1], read if not DYNAMIC
     out,  # [n, size] float8
-    scales,  # [n, groups], written if DYNAMIC
+    scales,  # [groups, n], written if DYNAMIC
     x_stride,
     size,
-    groups,
     DYNAMIC: tl.constexpr,
     BLOCK: tl.constexpr,  # a row or a group, padded
     WIDTH: tl.constexpr,  # of a group; 0: the whole row
@@ -74,20 +73,23 @@ def _round_kernel(
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if DYNAMIC:
         scale = token_scale(numbers, 0)
-        tl.store(scales + row * groups + group, scale)
+        tl.store(scales + group * tl.num_programs(0) + row, scale)
     else:
         scale = tl.load(static)
     tl.store(out + row * size + column, to_e4m3(numbers / scale), mask=inside)
 
 
 def empty_rounded(n: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
-    """Room for n tokens; a static scale is already there."""
+    """Room for n tokens; a static scale is already there. Scales of a group are neighbours, as
+    cuBLASLt reads them."""
     values = torch.empty(n, size, dtype=E4M3, device=device)
     if rounding.scale is not None:
         return Rounded(values, rounding.scale)
-    groups = cdiv(size, rounding.group) if rounding.group else 1
-    scale = torch.empty(n, groups, dtype=torch.float32, device=device)
-    return Rounded(values, scale, rounding.group)
+    if not rounding.group:
+        return Rounded(values, torch.empty(n, 1, dtype=torch.float32, device=device))
+    groups = cdiv(size, rounding.group)
+    scale = torch.empty(groups, n, dtype=torch.float32, device=device)
+    return Rounded(values, scale.t(), rounding.group)
 
 
 def rounded(x: Tensor, rounding: Rounding) -> Rounded:
@@ -103,7 +105,6 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
         out.scale,
         x.stride(0),
         size,
-        groups,
         DYNAMIC=rounding.scale is None,
         BLOCK=block,
         WIDTH=rounding.group,
@@ -213,7 +214,7 @@ def _tiles(rows, tokens, is_row, is_token, at, columns):
     return w, t
 
 
-@triton.jit(do_not_specialize=["n", "x_scale_stride", "blocks_in"])
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "x_group_stride", "blocks_in"])
 def _block_kernel(
     x,  # [n, columns] float8
     x_scale,  # [n, blocks_in] if GROUPED, else [n, 1] or one
@@ -226,6 +227,7 @@ def _block_kernel(
     columns,
     blocks_in,  # blocks of columns that share a scale
     x_scale_stride,  # 0: one scale for all tokens
+    x_group_stride,
     BLOCK_OUT: tl.constexpr,  # rows of a block, a multiple of ROWS
     GROUPED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -244,12 +246,12 @@ def _block_kernel(
     tokens = x + token.to(tl.int64)[:, None] * columns
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     scales = scale + first // BLOCK_OUT * blocks_in
-    own = x_scale + tl.minimum(token, n - 1) * (blocks_in if GROUPED else x_scale_stride)
+    own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
     previous_done(OVERLAP)
     last = blocks_in - 1
     s, more_s = tl.load(scales), tl.load(scales + tl.minimum(1, last))
     if GROUPED:
-        o, more_o = tl.load(own), tl.load(own + tl.minimum(1, last))
+        o, more_o = tl.load(own), tl.load(own + tl.minimum(1, last) * x_group_stride)
     for at in tl.range(0, columns, 2 * PRECISE, num_stages=STAGES):
         w, t = _tiles(rows, tokens, is_row, is_token, at, columns)
         more_w, more_t = _tiles(rows, tokens, is_row, is_token, at + PRECISE, columns)
@@ -257,8 +259,8 @@ def _block_kernel(
         next_s = tl.load(scales + tl.minimum(block, last))
         next_more_s = tl.load(scales + tl.minimum(block + 1, last))
         if GROUPED:
-            next_o = tl.load(own + tl.minimum(block, last))
-            next_more_o = tl.load(own + tl.minimum(block + 1, last))
+            next_o = tl.load(own + tl.minimum(block, last) * x_group_stride)
+            next_more_o = tl.load(own + tl.minimum(block + 1, last) * x_group_stride)
         part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
         more = product_of_tiles(more_w, more_t, tl.zeros([ROWS, TOKENS], tl.float32))
         if GROUPED:
@@ -352,7 +354,8 @@ def product(
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
-        _block_kernel[grid](*operands, scale.shape[1], x_stride, **blocks, **shape)
+        strides = x.scale.stride() if x.group else (x_stride, 0)
+        _block_kernel[grid](*operands, scale.shape[1], *strides, **blocks, **shape)
     else:
         ahead = config.ahead if launches_overlap(y.device) else 0
         _product_kernel[grid](*operands, x_stride, int(scale.shape[0] > 1), AHEAD=ahead, **shape)
