@@ -27,7 +27,7 @@ MAX_TILES = 1024  # tokens; for more, libraries multiply 16 bits faster
 # Up to this many tokens shared experts are two more of the routed ones' launches; beyond, reading
 # their weights again for each tile of tokens takes longer than three launches.
 MAX_SHARED = 64
-# Of up to this many tokens groups are rounded as they are read, in small tiles; of more by launches.
+# Of up to this many tokens groups are rounded as they are read, of more by a launch.
 MAX_ROUNDED_AS_READ = 256
 
 
@@ -53,6 +53,13 @@ TILES_FLOAT8 = [
     Sizes(256, Config(64, 32, 128, 4, 4), Config(64, 32, 256, 4, 2)),
     Sizes(MAX_TILES, *[Config(64, 64, 128, 4, 4)] * 2),
     Sizes(2**31, *[Config(128, 128, 128, 8, 4)] * 2),
+]
+# Scales of blocks: a sum of 128 columns is short, and what follows it takes registers.
+TILES_BLOCKS = [
+    Sizes(MAX_ROUNDED_AS_READ, *[Config(64, 16, 128, 4, 4)] * 2),
+    Sizes(512, *[Config(64, 32, 128, 4, 3)] * 2),
+    Sizes(2048, *[Config(64, 64, 128, 4, 3)] * 2),
+    Sizes(2**31, *[Config(64, 128, 128, 4, 3)] * 2),
 ]
 
 
@@ -134,6 +141,8 @@ class FusedExperts(ExpertLayer):
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8 and not exact
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
+        if up.block:
+            tiles = TILES_BLOCKS
         self.forms = tiles if exact else [few, *tiles]
         self.max_shared = 0 if exact else MAX_SHARED
         self.max_rounded_as_read = 0 if exact else MAX_ROUNDED_AS_READ  # by other bits
@@ -146,7 +155,7 @@ class FusedExperts(ExpertLayer):
     @property
     def sizes(self) -> tuple[int, ...]:
         router = (1, 17, 33)  # tokens from which its tiles are larger
-        return (*router, 2, *(sizes.tokens + 1 for sizes in TILES[:-1]), MAX_SHARED + 1)
+        return (*router, *(sizes.tokens + 1 for sizes in self.forms[:-1]), MAX_SHARED + 1)
 
     def __call__(
         self,
@@ -169,9 +178,7 @@ class FusedExperts(ExpertLayer):
     def _config(self, n: int) -> tuple[Config, Config]:
         sizes = next(each for each in self.forms if n <= each.tokens)
         up, down = sizes.up, sizes.down
-        if self.up.block and up.tokens and n <= MAX_ROUNDED_AS_READ:
-            return TILES[0].up, TILES[0].up
-        if self.act == SILU_GATE and up.tokens:  # two matrices at once
+        if self.act == SILU_GATE and up.tokens and not self.up.block:  # two matrices at once
             if not self.float8:
                 up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
             else:  # fewer than 128 bytes of a row take longer

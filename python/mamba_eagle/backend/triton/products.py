@@ -113,9 +113,10 @@ class Float8Product(MatrixProduct):
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
         n = len(given.values)
         if self.block_scale is not None and given.group and n > FEW_TOKENS:
+            whole = float8.with_room(given)
             forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-            scales = (given.scale, forms[0], self.block_scale, forms[1])
-            y = F.scaled_mm(given.values, self.weight.t(), *scales, output_dtype=self.dtype)
+            scales = (whole.scale, forms[0], self.block_scale, forms[1])
+            y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)[:n]
             return y if bias is None else y + bias
         if self.block is not None:
             return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)

@@ -311,11 +311,11 @@ def _tile_kernel(
     above = at + gate_rows * row_stride
     OF_GROUPS: tl.constexpr = INPUTS == _GROUPED and x.dtype.element_ty == tl.float8e4nv
     num_rows = n if GATHER else n * ALL
-    if BLOCK_OUT > 0:
-        row_scales = scales + row_at // BLOCK_OUT * STEPS
-        above_scales = row_scales
-        if GATED:
-            above_scales = scales + (OUT + row_at) // BLOCK_OUT * STEPS
+    if BLOCK_OUT > 0:  # a program's rows have one scale, unless a gate begins inside of a block
+        ONE: tl.constexpr = OUT % BLOCK_OUT == 0 or not GATED
+        scaled = tl.minimum(tile * ROWS + tl.arange(0, 1 if ONE else ROWS), OUT - 1)
+        row_scales = scales + scaled // BLOCK_OUT * STEPS
+        above_scales = scales + ((OUT if GATED else 0) + scaled) // BLOCK_OUT * STEPS
     for start in tl.range(begin, end, TOKENS):
         which = start + tl.arange(0, TOKENS)
         is_pair = which < end
@@ -363,16 +363,16 @@ def _tile_kernel(
                 if OF_GROUPS:
                     factor = tl.load(groups + later * num_rows)
                 part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
+                both = s[:, None]
                 if INPUTS == _GROUPED:
-                    part *= group[None, :]
+                    both *= group[None, :]
                 if GATED:
-                    gates += part * s[:, None]
+                    gates += part * both
                     part = product_of_tiles(u, t, tl.zeros([ROWS, TOKENS], tl.float32))
+                    both = gate_s[:, None]
                     if INPUTS == _GROUPED:
-                        part *= group[None, :]
-                    acc += part * gate_s[:, None]
-                else:
-                    acc += part * s[:, None]
+                        both *= group[None, :]
+                acc += part * both
                 s, gate_s = next_s, next_gate_s
             elif GATED:
                 gates = product_of_tiles(w, t, gates)

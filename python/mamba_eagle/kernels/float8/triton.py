@@ -54,8 +54,9 @@ def _round_kernel(
     x,  # [n, size], rows x_stride apart
     static,  # [1, 1], read if not DYNAMIC
     out,  # [n, size] float8
-    scales,  # [groups, n], written if DYNAMIC
+    scales,  # [n, groups], written if DYNAMIC
     x_stride,
+    group_stride,
     size,
     DYNAMIC: tl.constexpr,
     BLOCK: tl.constexpr,  # a row or a group, padded
@@ -73,23 +74,32 @@ def _round_kernel(
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if DYNAMIC:
         scale = token_scale(numbers, 0)
-        tl.store(scales + group * tl.num_programs(0) + row, scale)
+        tl.store(scales + group * group_stride + row, scale)
     else:
         scale = tl.load(static)
     tl.store(out + row * size + column, to_e4m3(numbers / scale), mask=inside)
 
 
 def empty_rounded(n: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
-    """Room for n tokens; a static scale is already there. Scales of a group are neighbours, as
-    cuBLASLt reads them."""
-    values = torch.empty(n, size, dtype=E4M3, device=device)
+    """Room for n tokens; a static scale is already there. Scales of a group are neighbours, with
+    room for a multiple of four tokens, as cuBLASLt wants it: see ``with_room``."""
+    room = n + -n % 4 if rounding.group else n
+    values = torch.empty(room, size, dtype=E4M3, device=device)[:n]
     if rounding.scale is not None:
         return Rounded(values, rounding.scale)
+    groups = cdiv(size, rounding.group) if rounding.group else 1
+    scale = torch.empty(groups, room, dtype=torch.float32, device=device)
     if not rounding.group:
-        return Rounded(values, torch.empty(n, 1, dtype=torch.float32, device=device))
-    groups = cdiv(size, rounding.group)
-    scale = torch.empty(groups, n, dtype=torch.float32, device=device)
-    return Rounded(values, scale.t(), rounding.group)
+        return Rounded(values, scale.view(n, 1))
+    return Rounded(values, scale.t()[:n], rounding.group)
+
+
+def with_room(x: Rounded) -> Rounded:
+    """In groups: with the tokens there was room for, whose numbers are arbitrary."""
+    (_, groups), (_, room) = x.scale.shape, x.scale.stride()
+    scale = x.scale.as_strided((room, groups), (1, room))
+    size = x.values.shape[1]
+    return Rounded(x.values.as_strided((room, size), (size, 1)), scale, x.group)
 
 
 def rounded(x: Tensor, rounding: Rounding) -> Rounded:
@@ -104,6 +114,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
         out.values,
         out.scale,
         x.stride(0),
+        out.scale.stride(-1),
         size,
         DYNAMIC=rounding.scale is None,
         BLOCK=block,
