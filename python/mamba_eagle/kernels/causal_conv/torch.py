@@ -4,6 +4,8 @@ Sums in float32, rounded once to the dtype of the inputs: every token's x and B 
 and precision lost here is lost in the state.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,10 +30,9 @@ def causal_conv(
     width = weight.shape[1]
     if history is None:
         history = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-    padded = torch.cat([history.float(), x.float()], dim=1).transpose(1, 2)
-    bias = None if bias is None else bias.float()
-    out = F.conv1d(padded, weight[:, None].float(), bias, groups=weight.shape[0])
-    return (F.silu(out) if silu else out).transpose(1, 2).to(x.dtype)
+    padded = torch.cat([history, x], dim=1).float()
+    taps = [padded[:, k : k + x.shape[1]] for k in range(width)]
+    return _weighted(taps, weight.t(), bias, silu).to(x.dtype)
 
 
 def causal_conv_windows(
@@ -44,6 +45,15 @@ def causal_conv_windows(
         weight: [K, channels], transposed.
     Returns: [n, channels].
     """
-    out = (windows.float() * weight.float()).sum(1)
+    taps = windows.float().unbind(1)
+    return _weighted(taps, weight, bias, silu).to(windows.dtype)
+
+
+def _weighted(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Added up one after the other, so that a token of a prompt has the bits of a tree's node.
+    taps: K times [..., channels], float32. weight: [K, channels]."""
+    out = taps[0] * weight[0].float()
+    for tap, own in zip(taps[1:], weight[1:]):
+        out = out + tap * own.float()
     out = out if bias is None else out + bias.float()
-    return (F.silu(out) if silu else out).to(windows.dtype)
+    return F.silu(out) if silu else out

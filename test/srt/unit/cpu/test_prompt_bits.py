@@ -11,7 +11,7 @@ import pytest
 import torch
 from runner_harness import PLAIN, Engine, Live, Prefix, greedy
 from step_rig import made
-from test_step_bits import DELTA_SIZES, SIZES, written
+from test_step_bits import CONVOLUTIONS, DELTA_SIZES, SIZES, written
 from tiny_model import VOCAB
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def prompt_of(number: int, length: int = LENGTH) -> list[int]:
     return [(7 * k * k + 3 * k + number) % VOCAB for k in range(length)]
 
 
-@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES])
+@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES, *CONVOLUTIONS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from peer_models import make_peer
 from runner_harness import PLAIN, Engine, Settings
 from step_rig import made, partings
 from tiny_model import VOCAB, write_delta_model, write_model
@@ -25,6 +26,7 @@ DELTA_SIZES = {
     },
     "delta-odd": {},
 }  # fmt: skip
+CONVOLUTIONS = ("lfm2-moe",)
 SPECULATING = {
     "chain": Settings("NGRAM", topk=1, steps=5, nodes=6),
     "tree": Settings("NGRAM", topk=3, steps=4, nodes=8),
@@ -37,10 +39,13 @@ LENGTHS, NEW_TOKENS = (5, 37), 36
 def written(name: str, folder: Path) -> Path:
     if name in DELTA_SIZES:
         return write_delta_model(folder, **DELTA_SIZES[name])
+    if name in CONVOLUTIONS:
+        make_peer(name).save_pretrained(folder)
+        return folder
     return write_model(folder, scaled=True, intermediate_size=96, **SIZES[name])
 
 
-@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES])
+@pytest.fixture(scope="module", params=[*SIZES, *DELTA_SIZES, *CONVOLUTIONS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(request.param, tmp_path_factory.mktemp(request.param))
 
