@@ -238,10 +238,10 @@ def _factor(x, factor, INPUTS: tl.constexpr):
         return x, factor
 
 
-@triton.jit(do_not_specialize=["n", "first"])
+@triton.jit(do_not_specialize=["n", "group_stride", "first"])
 def _tile_kernel(
     x,
-    x_largest,  # [n] if GATHER, else [pairs, PARTS]; of float8 in groups: scales [STEPS, rows]
+    x_largest,  # [n] if GATHER, else [pairs, PARTS]; of float8 in groups: all scales
     static,
     order,
     table,
@@ -253,6 +253,7 @@ def _tile_kernel(
     largest,
     static_out,
     n,
+    group_stride,  # between the scales of a token's groups
     x_stride,
     scale_stride,
     row_scale_stride,
@@ -310,7 +311,6 @@ def _tile_kernel(
     at = base + row_at.to(tl.int64)[:, None] * row_stride
     above = at + gate_rows * row_stride
     OF_GROUPS: tl.constexpr = INPUTS == _GROUPED and x.dtype.element_ty == tl.float8e4nv
-    num_rows = n if GATHER else n * ALL
     if BLOCK_OUT > 0:  # a program's rows have one scale, unless a gate begins inside of a block
         ONE: tl.constexpr = OUT % BLOCK_OUT == 0 or not GATED
         scaled = tl.minimum(tile * ROWS + tl.arange(0, 1 if ONE else ROWS), OUT - 1)
@@ -361,7 +361,7 @@ def _tile_kernel(
                 later = tl.minimum(step + 1, STEPS - 1)
                 next_s, next_gate_s = tl.load(row_scales + later), tl.load(above_scales + later)
                 if OF_GROUPS:
-                    factor = tl.load(groups + later * num_rows)
+                    factor = tl.load(groups + later * group_stride)
                 part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
                 both = s[:, None]
                 if INPUTS == _GROUPED:
@@ -553,7 +553,9 @@ def product(
         _few_kernel[(tiles, total)](*given, COUNT=count, HELD=pairs.held, **common)
     else:
         active = shared + min(count, n * top_k)
-        _tile_kernel[(tiles, active)](*given, n, *strides, TOKENS=config.tokens, **common)
+        _tile_kernel[(tiles, active)](
+            *given, n, x.largest.stride(-1), *strides, TOKENS=config.tokens, **common
+        )
     return Marked(y, largest)
 
 
