@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -17,16 +17,10 @@ from verify_rig import HIDDEN, Sequence, delta_config, random_mixer
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import prefill_parts
-from mamba_eagle.backend.triton.delta_prefill import (
-    Bounds,
-    DeltaPrefillContext,
-    Saves,
-    TorchScan,
-    Wave,
-    Waves,
-)
+from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, Stretches, TorchScan
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.delta_rule import naive
+from mamba_eagle.kernels.delta_rule.triton_states import states
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.delta_rule import DeltaRule
@@ -156,12 +150,12 @@ FLA_CASES = {
 }
 
 
-STRETCHES = {  # of which each wave's requests have one
-    "27b": ((65, 64, 63, 200, 1),),
-    "35b": ((130, 1), (64,), (70,)),
-    "beta-2": ((130, 7), (3, 1)),
-    "forgets-all": ((130, 7),),
-    "float32": ((70, 3), (65,)),
+STRETCHES = {  # of each request
+    "27b": [[65], [64], [63], [200], [1]],
+    "35b": [[130, 64, 70], [1]],
+    "beta-2": [[130, 3], [7, 1]],
+    "forgets-all": [[130], [7]],
+    "float32": [[70, 65], [3]],
 }
 
 
@@ -171,46 +165,51 @@ STRETCHES = {  # of which each wave's requests have one
 def test_scans_of_fla_are_the_recurrence(name: str) -> None:
     from mamba_eagle.backend.triton.fla import FlaScan
 
-    case, stretches = FLA_CASES[name], STRETCHES[name]
+    case, lengths = FLA_CASES[name], STRETCHES[name]
     random, sizes = Random(case), case.sizes
     config = DeltaConfig(sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4)
-    gates, convolved = random.tokens(sum(map(sum, stretches)))
-    state = random.draw.normal(len(stretches[0]), *config.state_shape)
-    waves, first = [], 0
-    for number, lengths in enumerate(stretches):
-        end = first + sum(lengths)
-        saves = Saves(torch.tensor([number]), torch.tensor([0]), None)
-        waves.append(Wave(first, end, bounds(lengths), saves))
-        first = end
-    found: list[Tensor] = []
-
-    def keep(states: Tensor, saves: Saves) -> None:
-        assert saves.rows.item() == len(found)
-        found.append(states)
-
+    gates, convolved = random.tokens(sum(map(sum, lengths)))
+    state = random.draw.normal(len(lengths), *config.state_shape)
     inputs = Inputs(convolved.to(DEVICE), gates.to(DEVICE))
-    every = Waves(waves, bounds([length for lengths in stretches for length in lengths]))
+    stretches = Stretches.of(lengths, triton_backend().place)
     with torch.inference_mode():
-        y = FlaScan().scan(Rule(config), inputs, every, state.to(DEVICE), keep)
+        y, ends = FlaScan().scan(Rule(config), inputs, stretches, state.to(DEVICE))
     limit = BFLOAT16_ERROR if case.dtype == torch.bfloat16 else 1e-3  # of tf32
-    for request, begun in enumerate(state):
-        own = [wave for wave in waves if request < wave.requests]
-        spans = [
-            range(wave.first + ends[request], wave.first + ends[request + 1])
-            for wave in own
-            for ends in [wave.bounds.host.tolist()]
-        ]
-        tokens = torch.tensor([token for span in spans for token in span])
-        rule = random.rule(gates[tokens].to(DEVICE), convolved[tokens].to(DEVICE))
+    first, found = 0, iter(ends)
+    for own, begun in zip(lengths, state, strict=True):
+        span = slice(first, first + sum(own))
+        rule = random.rule(gates[span].to(DEVICE), convolved[span].to(DEVICE))
         nodes = naive.chain(rule, begun.to(DEVICE))
         wanted = torch.stack([node.o for node in nodes]).flatten(1)
-        assert relative_error(y[tokens.to(DEVICE)], wanted) < 4 * limit
-        done = 0
-        for wave, span in enumerate(spans):
-            done += len(span)
-            assert relative_error(found[wave][request], nodes[done - 1].state) < 4 * limit
+        assert relative_error(y[span], wanted) < 4 * limit
+        for end in accumulate(own):
+            assert relative_error(next(found), nodes[end - 1].state) < 4 * limit
+        first = span.stop
 
 
-def bounds(lengths: Iterable[int]) -> Bounds:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return Bounds(ends.to(DEVICE), ends)
+@runs_kernels
+def test_states_from_chunk_to_chunk() -> None:
+    """Against the definition, with chunks that are not whole."""
+    H, G, P, N, lengths = 4, 2, 16, 32, [[70, 65], [3]]
+    stretches, draw = Stretches.of(lengths, triton_backend().place), Draw(0)
+    n = sum(map(sum, lengths))
+    k, w, u = draw.normal(n, G, N), draw.normal(n, H, N) / N, draw.normal(n, H, P)
+    g = -draw.normal(n, H).abs().cumsum(0) / 9
+    state = draw.normal(2, H, P, N)
+    where = stretches.starts, stretches.ends, stretches.chunks
+    given = (part.to(DEVICE).float() for part in (k, w, u, g, state))
+    firsts, values, ends = states(*given, where, 3)
+    starts, key = stretches.starts.tolist(), k.repeat_interleave(H // G, 1).double()
+    assert starts == [0, 64, 70, 134, 135, 138] and stretches.chunks.tolist() == [0, 4, 5]
+    s, saved = state[0].double(), []
+    for chunk, (begin, end) in enumerate(pairwise(starts)):
+        s = state[1].double() if chunk == 4 else s
+        assert relative_error(firsts[chunk], s) < 1e-3
+        own, last = slice(begin, end), g[end - 1].double()
+        v = u[own].double() - torch.einsum("hpn,thn->thp", s, w[own].double())
+        assert relative_error(values[own], v) < 1e-3
+        v = v * torch.exp2(last - g[own].double())[..., None]
+        s = s * torch.exp2(last)[:, None, None] + torch.einsum("thp,thn->hpn", v, key[own])
+        if chunk in (1, 3, 4):
+            saved.append(s)
+    assert relative_error(ends, torch.stack(saved)) < 1e-3
