@@ -198,7 +198,7 @@ def test_states_from_chunk_to_chunk() -> None:
     state = draw.normal(2, H, P, N)
     where = stretches.starts, stretches.ends, stretches.chunks
     given = (part.to(DEVICE).float() for part in (k, w, u, g, state))
-    firsts, values, ends = states(*given, where, 3)
+    firsts, values, ends = (part.cpu() for part in states(*given, where, 3))
     starts, key = stretches.starts.tolist(), k.repeat_interleave(H // G, 1).double()
     assert starts == [0, 64, 70, 134, 135, 138] and stretches.chunks.tolist() == [0, 4, 5]
     s, saved = state[0].double(), []

@@ -80,8 +80,8 @@ def states(
     """Walk through the chunks of each request.
 
     Args:
-        k: [n, G, N], w: [n, H, N], u: [n, H, P], contiguous, N a power of two, P a multiple of 16; g: [n, H]
-            float32, base 2.
+        k: [n, G, N], w: [n, H, N], u: [n, H, P], contiguous; N a power of two, P a multiple of 16.
+        g: [n, H] float32, base 2.
         state: [b, H, P, N] float32, which the requests begin with.
         where: starts, ends and chunks, as the kernel reads them.
     Returns: the states that chunks begin with [chunks, H, P, N] and the values that tokens write
