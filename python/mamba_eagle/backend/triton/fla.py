@@ -80,8 +80,7 @@ class FlaScan(DeltaScan):
         own = {"g": g, "beta": beta[None].contiguous(), "chunk_size": CHUNK}
         w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, **own, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
-        walked = (part[0].contiguous() for part in (k, w, u, g))
-        first, value, ends = states(*walked, state, where, stretches.requests[-1])
+        first, value, ends = states(k[0], w[0], u[0], g[0], state, where, stretches.requests[-1])
         y = chunk_fwd_o(q, k, value[None], first[None], g, state_v_first=True, **given)
         return y[0].flatten(1), ends
 

@@ -17,6 +17,7 @@ from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Roun
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
+MOST_GROUPS = 8  # that a program rounds
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
@@ -60,21 +61,23 @@ def _round_kernel(
     size,
     DYNAMIC: tl.constexpr,
     BLOCK: tl.constexpr,  # a row or a group, padded
-    WIDTH: tl.constexpr,  # of a group; 0: the whole row
+    GROUPS: tl.constexpr,  # of a program; 0: the whole row
     OVERLAP: tl.constexpr,
 ):
     previous_done(OVERLAP)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, BLOCK)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if GROUPS > 0:
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        column = group[:, None] * BLOCK + column[None, :]
     inside = column < size
-    if WIDTH > 0:
-        inside = column < WIDTH
-        column += group * WIDTH
-        inside = inside & (column < size)
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if DYNAMIC:
-        scale = token_scale(numbers, 0)
-        tl.store(scales + group * group_stride + row, scale)
+        scale = token_scale(numbers, 1 if GROUPS > 0 else 0)
+        if GROUPS > 0:
+            tl.store(scales + group * group_stride + row, scale, mask=group * BLOCK < size)
+            scale = scale[:, None]
+        else:
+            tl.store(scales + row, scale)
     else:
         scale = tl.load(static)
     tl.store(out + row * size + column, to_e4m3(numbers / scale), mask=inside)
@@ -106,9 +109,10 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     """As torch.py's. x [n, size], last dimension contiguous."""
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
-    groups = cdiv(size, rounding.group) if rounding.group else 1
+    groups = cdiv(size, rounding.group) if rounding.group else 0
+    together = min(MOST_GROUPS, next_power_of_2(groups)) if groups else 0
     block = next_power_of_2(rounding.group or size)
-    _round_kernel[(n, groups)](
+    _round_kernel[(n, cdiv(groups, together) if groups else 1)](
         x,
         out.scale,
         out.values,
@@ -118,8 +122,8 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
         size,
         DYNAMIC=rounding.scale is None,
         BLOCK=block,
-        WIDTH=rounding.group,
-        num_warps=warps_of_row(block),
+        GROUPS=together,
+        num_warps=warps_of_row(block * max(1, together)),
         **overlapping(x.device),
     )
     return out
