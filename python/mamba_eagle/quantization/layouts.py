@@ -19,6 +19,12 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
 }
 
 
+def block_of(values: dict[str, Any]) -> int:
+    """Rows and columns that share a scale in float8; 0 if they are not blocks. values: as below."""
+    block = getattr(layout_of(values), "block", None)
+    return block[0] if block else 0
+
+
 def layout_of(values: dict[str, Any]) -> Layout:
     """values: config.json, with ModelOpt's own file in it.
 

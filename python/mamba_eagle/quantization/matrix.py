@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounding, row_scale, to_e4m3
@@ -224,11 +225,20 @@ def same_rounding(one: Rounding | None, other: Rounding | None) -> bool:
     return one is other if one is None else one.equals(other)
 
 
-def quantized(weight: Tensor) -> Float8Matrix:
+def quantized(weight: Tensor, block: int = 0) -> Float8Matrix:
     """A weight [..., out, in] rounded to float8 with one scale per row, for inputs with one scale
-    per token."""
-    scale = row_scale(weight)
-    return Float8Matrix(to_e4m3(weight.float() / scale), scale, rounding=Rounding())
+    per token. block: of one scale per so large a square, for inputs with one per group of as many
+    columns; 0: none."""
+    if not block:
+        scale = row_scale(weight)
+        return Float8Matrix(to_e4m3(weight.float() / scale), scale, rounding=Rounding())
+    rows, columns = weight.shape[-2:]
+    padded = F.pad(weight.float(), (0, -columns % block, 0, -rows % block))
+    squares = padded.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).transpose(-2, -3)
+    scale = row_scale(squares.flatten(-2))
+    values = to_e4m3(squares / scale[..., None]).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    values = values[..., :rows, :columns].contiguous()
+    return Float8Matrix(values, scale[..., 0], (block, block), Rounding(group=block))
 
 
 def float8_matrix(

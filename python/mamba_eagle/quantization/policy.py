@@ -25,6 +25,7 @@ class Policy(NamedTuple):
     # Whether lm_head follows: with fp8 and nvfp4 it keeps its dtype otherwise, with int4 it becomes
     # int8. With int8 it always does.
     lm_head: bool = False
+    block: int = 0  # of what becomes float8, as in ``quantized``
 
     def keeps(self, matrix: Matrix, supported: bool) -> bool:
         """Whether a stored matrix stays as it is. supported: by the products of this device."""
@@ -49,7 +50,7 @@ class Policy(NamedTuple):
         if bits is None:
             return None
         if self.mode == "fp8":
-            return quantized(weight)
+            return quantized(weight, self.block)
         if self.mode == "nvfp4":
             return nvfp4_groups(weight)
         return int8_groups(weight) if bits == 8 else int4_groups(weight)

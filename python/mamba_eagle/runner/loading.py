@@ -29,12 +29,14 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import weights_come_late
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config_json import read_values
 from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.models.staging import Staging
 from mamba_eagle.parallel.shard import Shard, local
+from mamba_eagle.quantization.layouts import block_of
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.refill import OtherForm, RefilledRooms
 
@@ -118,9 +120,10 @@ class Loader:
         free = backend.place.memory().free
         if backend.place.on_host:  # which all ranks of a node share
             free //= config.ranks_per_node
-        rooms = FewBitRooms(
-            model, backend.device, self.policy, ops.keeps, free, backend.place.on_host
-        )
+        policy = self.policy
+        if config.load_format == "dummy":  # what becomes float8 gets the checkpoint's form
+            policy = policy._replace(block=block_of(read_values(path)))
+        rooms = FewBitRooms(model, backend.device, policy, ops.keeps, free, backend.place.on_host)
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:
