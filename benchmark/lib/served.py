@@ -104,6 +104,10 @@ def scenarios(requests: int) -> list[Scenario]:
         Scenario("prefixes", 32, 8, input_len=64, output_len=64, shared=2048),
         Scenario("chats", 16, 6, input_len=128, output_len=128, chat=True),
         Scenario("long", 1, max(2, requests), input_len=16_384, output_len=16),
+        *(
+            Scenario(f"documents-{n}", n, 1, input_len=8192, output_len=1024)  # as SGLang's tables
+            for n in (1, 16)
+        ),
     ]
 
 
@@ -115,6 +119,7 @@ class Summary(NamedTuple):
     tokens_per_second: float  # of output
     first_token_p50: float
     first_token_p99: float
+    inter_token_mean: float
     inter_token_p50: float
     inter_token_p99: float
     cached_share: float  # of prompt tokens
@@ -152,6 +157,7 @@ def summarize(
         tokens_per_second=sum(len(timing.output) for timing in timings) / seconds,
         first_token_p50=1e3 * percentile(firsts, 0.5),
         first_token_p99=1e3 * percentile(firsts, 0.99),
+        inter_token_mean=1e3 * sum(gaps) / max(len(gaps), 1),
         inter_token_p50=1e3 * percentile(gaps, 0.5),
         inter_token_p99=1e3 * percentile(gaps, 0.99),
         cached_share=sum(t.cached for t in timings) / max(sum(t.prompt for t in timings), 1),
