@@ -58,28 +58,47 @@ class Target(NamedTuple):
     folder: str
     bits: str
     routing: str  # of experts
+    layers: int = 0  # its first ones; 0: all
+
+    def config(self) -> dict[str, Any]:
+        whole = read_config(self.folder)
+        if self.layers:
+            whole["num_hidden_layers"] = self.layers
+            for name in ("hybrid_override_pattern", "layers_block_type"):
+                if name in whole:
+                    whole[name] = whole[name][: self.layers]
+        return whole
 
 
-def drafter_for(target: Target, folder: str, fitted: Path) -> str:
-    """``fitted``, with a config.json of the target's width, vocabulary and layers."""
-    own, whole = (
-        json.loads((MODELS / name / "config.json").read_text()) for name in (folder, target.folder)
-    )
+def read_config(folder: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((MODELS / folder / "config.json").read_text())
+    return config
+
+
+def written(config: dict[str, Any], folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def drafter_for(whole: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The config.json of a drafter of the target's width, vocabulary and layers."""
+    own = read_config(folder)
     own["vocab_size"] = whole["vocab_size"]
     if (block := own.get("dflash_config")) is not None:
         taps, layers = len(block["target_layer_ids"]), whole["num_hidden_layers"]
         block["target_layer_ids"] = [layers * tap // taps for tap in range(taps)]
     if folder != CANDIDATES["STANDALONE"].folder:
         own["hidden_size"] = whole["hidden_size"]
-    (fitted / "config.json").write_text(json.dumps(own))
-    return str(fitted)
+    return own
 
 
 def engine_config(
-    target: Target, name: str, nodes: int, batches: list[int], bits: str, fitted: Path
+    target: Target, name: str, nodes: int, batches: list[int], bits: str, room: Path
 ) -> EngineConfig:
+    whole = target.config()
     config = EngineConfig(
-        model_path=str(MODELS / target.folder),
+        model_path=written(whole, room / "target"),
         load_format="dummy",
         device="cuda",
         quantization=target.bits,
@@ -90,7 +109,7 @@ def engine_config(
         candidate, shape = CANDIDATES[name], SHAPES[nodes]
         path = config.model_path
         if candidate.folder:
-            path = drafter_for(target, candidate.folder, fitted)
+            path = written(drafter_for(whole, candidate.folder), room / "drafter")
         config = dataclasses.replace(
             config,
             speculative_algorithm=candidate.algorithm,
@@ -133,8 +152,8 @@ def measure(
     target: Target, name: str, nodes: int, batches: list[int], bits: str
 ) -> list[dict[str, Any]]:
     """bits: how the drafter's weights are kept."""
-    with tempfile.TemporaryDirectory() as fitted:
-        config = engine_config(target, name, nodes, batches, bits, Path(fitted))
+    with tempfile.TemporaryDirectory() as room:
+        config = engine_config(target, name, nodes, batches, bits, Path(room))
         runner = make_runner(config)
     assert isinstance(runner, ModelRunner)
     if runner.model.config.moe is not None:
@@ -156,6 +175,7 @@ def measure(
             {
                 "name": "draft_share",
                 "model": target.folder,
+                "layers": target.layers or None,
                 "quantization": target.bits,
                 "drafter": name,
                 "drafter_quantization": bits,
@@ -181,6 +201,7 @@ def row(line: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="nemotron-nano-9b-v2", help="in benchmark/models")
+    parser.add_argument("--layers", type=int, default=0, help="of the target, the first ones")
     parser.add_argument("--quantization", default="auto", help="of the target")
     parser.add_argument("--dummy-routing", choices=("model", "uniform", "same"), default="uniform")
     parser.add_argument("--drafters", nargs="+", default=OF_ANY_TARGET, choices=CANDIDATES)
@@ -198,7 +219,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: needs a CUDA GPU")
     machine = facts.facts("cuda")
-    target = Target(args.model, args.quantization, args.dummy_routing)
+    target = Target(args.model, args.quantization, args.dummy_routing, args.layers)
     print(
         f"{'drafter':<11}{'bits':<7}{'nodes':>6}{'batch':>7}{'step ms':>10}{'draft ms':>10}", end=""
     )
