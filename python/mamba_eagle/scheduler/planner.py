@@ -224,8 +224,8 @@ class Planner:
         self._admitted += admitted
         for request in admitted:
             request.news.weight_version = self.pauses.version
-        if self.prefill.turned_away is not None:
-            self._step_back(self.prefill.turned_away)
+        for request in self.prefill.turned_away:
+            self._step_back(request)
         if self.prompts_first and not plan.prompts:
             self._schedule_decode(plan)
 
@@ -265,12 +265,18 @@ class Planner:
         return rejects or any(each.leaving or each.all_planned for each in self._admitted)
 
     def _step_back(self, waiting: Request) -> None:
-        """A running request makes room for one of higher priority that did not get any."""
+        """Running requests make room for one of higher priority that did not get any: the last,
+        or if it lacks a slot for its adapter, all those of the adapter whose first comes last."""
         if any(request.leaving for request in self._admitted):
             return
-        last = max(self._admitted, key=rank, default=None)
-        if last is not None and last.priority < waiting.priority:
-            self._retract(last)
+        groups = [[request] for request in self._admitted]
+        if waiting.adapter is not None and not self.adapters.has_room(waiting.adapter):
+            held = {request.adapter for request in self._admitted} - {None}
+            groups = [[each for each in self._admitted if each.adapter is one] for one in held]
+        last = max(groups, key=lambda group: min(map(rank, group)), default=[])
+        if all(request.priority < waiting.priority for request in last):
+            for request in last:
+                self._retract(request)
 
     def _release_leaving(self, plan: PlanDraft) -> None:
         for request in list(self._admitted):

@@ -117,7 +117,7 @@ class PrefillManager:
         self.grammars: GrammarQueue | None = None  # set where the runner compiles beside its steps
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
-        self.turned_away: Request | None = None  # the last plan had no slots for it
+        self.turned_away: list[Request] = []  # the last plan had no slots for them
 
     def add(self, request: Request) -> None:
         """Behind those that wait; before those of lower priority, and if it was retracted, before
@@ -145,7 +145,7 @@ class PrefillManager:
         Returns those that it admitted in addition.
         """
         budget = self.pace.tokens(decodes, self._runnable_tokens())
-        self.turned_away = None
+        self.turned_away = []
         for request in list(self.chunked):
             if budget > 0:
                 budget -= self._cut(request, budget, plan)
@@ -160,11 +160,13 @@ class PrefillManager:
                 break
             if (adapter := request.adapter) is not None:
                 # others with adapters may not overtake it, or it might wait for ever
-                some_wait_for_slot = some_wait_for_slot or not self.adapters.has_room(adapter)
+                if not some_wait_for_slot and not self.adapters.has_room(adapter):
+                    some_wait_for_slot = True
+                    self.turned_away.append(request)
                 if some_wait_for_slot:
                     continue
             if self.slots.num_free_requests == 0:
-                self.turned_away = request
+                self.turned_away.append(request)
                 break
             if self.grammars is not None and not self.grammars.may_begin(request):
                 continue
@@ -174,7 +176,7 @@ class PrefillManager:
             if self._comes_from_below(request, start, plan):
                 continue
             if not self._admit(request, start, plan, [*holding, *admitted]):
-                self.turned_away = request
+                self.turned_away.append(request)
                 break  # none may overtake it
             plan.message.adapters += self.adapters.enter(adapter)
             admitted.append(request)

@@ -40,20 +40,28 @@ def test_a_request_of_higher_priority_takes_the_place_of_the_lowest() -> None:
     assert serving.last["r1"].retractions == 1
 
 
-def test_nobody_steps_back_for_one_whose_adapter_has_no_slot() -> None:
-    """As long as others wait, too, a place that it left would be theirs, again and again."""
-    serving = server(schedule_policy="priority", max_loras=1)
+@pytest.mark.parametrize("holders", [[0, 0], [0, 6]], ids=["lower", "also_higher"])
+def test_only_who_holds_the_slot_of_an_adapter_steps_back_for_another(holders: list[int]) -> None:
+    """A place that others left would be taken by those that wait, again and again."""
+    serving = server(requests=3, schedule_policy="priority", max_loras=1)
     serving.scheduler.adapters._by_name = {name: Adapter(ord(name), name) for name in "ab"}
-    serving.add("r0", [0] * 10, LONG, adapter="a")
-    serving.add("r1", [1] * 10, LONG)
+    for number, priority in enumerate(holders):
+        serving.add(f"r{number}", [number] * 10, LONG, adapter="a", priority=priority)
+    serving.add("plain", [2] * 10, LONG)
     serving.step()
-    serving.add("first", [2] * 10, LONG, adapter="b", priority=5)
-    serving.add("r2", [3] * 10, LONG)
+    serving.add("first", [3] * 10, LONG, adapter="b", priority=5)
+    serving.add("last", [4] * 10, LONG)
     for _ in range(9):
         serving.step()
-    assert running(serving) == {"r0", "r1"} and serving.scheduler.stats.num_retracted == 0
+    if holders == [0, 0]:
+        assert running(serving) == {"first", "plain", "last"}
+        assert serving.scheduler.stats.num_retracted == 2
+    else:
+        assert running(serving) == {"r0", "r1", "plain"}
+        assert serving.scheduler.stats.num_retracted == 0
     serving.finish()
-    assert serving.texts["first"] == expected_text([2] * 10, LONG)
+    for number, rid in enumerate(["r0", "r1", "plain", "first", "last"]):
+        assert serving.texts[rid] == expected_text([number] * 10, LONG)
 
 
 def test_equal_priorities_keep_the_order_of_arrival() -> None:
