@@ -29,6 +29,8 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
 
+RELEASED = "the model's memory is released: resume it first"
+
 
 class Answers:
     """Some wait until no step is under way, or for the runner."""
@@ -69,6 +71,8 @@ class Answers:
                 self._reply(Done(call_id=number, problem=scheduler.sessions.close(asked.name)))
             case Profile() | AskRanks():
                 self._order(asked)
+            case LoadAdapter() if scheduler.pauses.without_memory:
+                self._reply(Done(call_id=number, problem=RELEASED))
             case LoadAdapter():
                 self._tell(scheduler.adapters.load(asked))
             case UnloadAdapter():
@@ -120,8 +124,7 @@ class Answers:
             problem = "it takes a server with --host-cache-gb and a prefix cache"
             self._reply(PrefixMoved(call_id=asked.call_id, problem=problem))
         elif self.scheduler.pauses.without_memory:
-            problem = "the model's memory is released: resume it first"
-            self._reply(PrefixMoved(call_id=asked.call_id, problem=problem))
+            self._reply(PrefixMoved(call_id=asked.call_id, problem=RELEASED))
         elif isinstance(asked, ExportPrefix):
             exchange.send(asked)
         else:

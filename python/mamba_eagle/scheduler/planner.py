@@ -103,6 +103,7 @@ class Pauses:
         self.change: ChangeModel | None = None  # under way
         self.released: set[str] = set()  # memory that was given back, by tag
         self.version = DEFAULT_VERSION  # of the weights
+        self.last = 0.0  # time.time() of the last pause, when it was looked at last
 
     @property
     def stops_all(self) -> bool:

@@ -124,12 +124,13 @@ class PrefillManager:
         those of its own that never ran."""
         bisect.insort(self.waiting, request, key=_place)
 
-    def expired(self, now: float, seconds: float) -> list[Request]:
-        """Those that have waited for longer than that since they arrived, and never ran."""
+    def expired(self, now: float, seconds: float, since: float) -> list[Request]:
+        """Those that have waited for longer than that since they arrived, or since ``since`` if
+        they came before, and never ran."""
         return [
             request
             for request in self.waiting
-            if not request.retractions and now - request.arrival_time > seconds
+            if not request.retractions and now - max(request.arrival_time, since) > seconds
         ]
 
     def remove(self, request: Request) -> None:

@@ -79,15 +79,18 @@ class Scheduler(Planner):
         return [self._end(request, FinishReason(kind="abort", message="aborted"))]
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends requests that have waited for longer than --queue-timeout. now: time.time()"""
-        if not self.queue_timeout:
+        """Ends requests that have waited for longer than --queue-timeout, since they came or since
+        the last pause. now: time.time()"""
+        if self.pauses.any:
+            self.pauses.last = now
+        if not self.queue_timeout or self.pauses.any:
             return []
         message = (
             f"the request was not started within {self.queue_timeout:g} s (--queue-timeout): the "
             "server is busy, try again later"
         )
         reason = FinishReason(kind="abort", message=message, failure=Failure.TIMEOUT)
-        late = self.prefill.expired(now, self.queue_timeout)
+        late = self.prefill.expired(now, self.queue_timeout, self.pauses.last)
         return [self._end(request, reason) for request in late]
 
     def stop_at(self, rid: str, num_tokens: int, matched: str) -> list[RequestOutput]:

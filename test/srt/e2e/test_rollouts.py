@@ -170,13 +170,11 @@ def test_adapters_outlive_an_update(tmp_path: Path) -> None:
         engine.update_weights_from_disk(str(EMBEDDED_MODEL))
         assert adapted() == before
         engine.release_memory_occupation()
-        waiting = threading.Thread(
-            target=lambda: post(engine, "/load_lora_adapter", **{**load, "lora_name": "b"})
-        )
-        waiting.start()
+        refused = post(engine, "/load_lora_adapter", **load)
+        assert refused.status == 400 and "released" in str(refused.body)
         engine.resume_memory_occupation()
-        waiting.join()
         assert adapted() == before
+        assert post(engine, "/load_lora_adapter", **load).status == 200
 
 
 def test_grammars_hold_for_adapters(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, SamplingParams
+from mamba_eagle.message import ChangeModel
 from mamba_eagle.scheduler.adapters import Adapter
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -74,6 +75,28 @@ def test_equal_priorities_keep_the_order_of_arrival() -> None:
         ended += [rid for rid, last in serving.last.items() if last.finish and rid not in ended]
     assert ended == [f"r{number}" for number in range(5)]
     assert serving.scheduler.stats.num_retracted == 0
+
+
+@pytest.mark.parametrize("stop", ["keep", "wait", "released"])
+def test_nobody_waits_too_long_because_of_a_pause(stop: str) -> None:
+    """The time begins anew when it ends, whether a request came before it or meanwhile."""
+    serving = server(requests=1, queue_timeout=5.0)
+    scheduler, pauses = serving.scheduler, serving.scheduler.pauses
+    serving.add("r0", [0] * 10, LONG, arrival_time=100.0)
+    serving.add("r1", [1] * 10, LONG, arrival_time=100.0)
+    if stop == "released":
+        pauses.change = ChangeModel(release=["weights"])
+        pauses.changed(worked=True)
+    else:
+        scheduler.pause(stop)
+    serving.add("r2", [2] * 10, LONG, arrival_time=101.0)
+    assert scheduler.expire(now=200.0) == []
+    pauses.released.clear()
+    scheduler.resume()
+    serving.step()
+    assert scheduler.expire(now=204.0) == []
+    late = scheduler.expire(now=206.0)
+    assert [output.rid for output in late] == ["r1", "r2"]
 
 
 @pytest.mark.parametrize("timeout", [0.0, 5.0])

@@ -18,6 +18,7 @@ from mamba_eagle.message import (
     Done,
     ExportPrefix,
     ImportPrefix,
+    LoadAdapter,
     RequestOutput,
     TierSizes,
     Weights,
@@ -150,7 +151,8 @@ def test_memory_is_released_once_and_resumed_once(trainer: Trainer) -> None:
 
 
 def test_a_runner_without_memory_gets_no_plan(tmp_path: Path) -> None:
-    """Nor a prefix. What is to be forgotten on disk is forgotten when its memory is back."""
+    """Nor a prefix, nor an adapter. What is to be forgotten on disk is forgotten when its memory
+    is back."""
     log = tmp_path / "log"
     log.touch()
     sizes = TierSizes(host_units=200, disk_units=900, kv_units=1, disk_log=str(log))
@@ -166,7 +168,11 @@ def test_a_runner_without_memory_gets_no_plan(tmp_path: Path) -> None:
     change(release=["weights"])
     for answer in (Done(call_id=1), None):
         assert scheduler.plan() is None
-        for asked in (ImportPrefix(path="?"), ExportPrefix(token_ids=PROMPT, salt="", path="?")):
+        for asked in (
+            ImportPrefix(path="?"),
+            ExportPrefix(token_ids=PROMPT, salt="", path="?"),
+            LoadAdapter(name="?", path="?"),
+        ):
             answers.take(asked)
             assert "released" in replies.pop().problem
         if answer is not None:
