@@ -28,6 +28,7 @@ MIN_BODY_PIECE = 256
 MIN_READ = 16_384  # bytes that a client must take in the time of --write-timeout
 MAX_BODIES_IN_MEMORY = 2**26  # bytes of all bodies that are being received or read together
 MAX_JSON_CONTAINERS = 32_768  # arrays and objects in a body
+MAX_JSON_DEPTH = 256  # of arrays and objects within each other
 MAX_JSON_STRINGS = 65_536  # keys included
 MAX_JSON_ITEMS = 2**21  # of all arrays and objects: about as many token ids
 MAX_JSON_NUMBERS = 32_768  # outside lists of token ids

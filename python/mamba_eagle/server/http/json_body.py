@@ -14,6 +14,7 @@ import numpy as np
 from mamba_eagle.core import shown
 from mamba_eagle.limits import (
     MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
     MAX_JSON_ITEMS,
     MAX_JSON_NUMBERS,
     MAX_JSON_STRINGS,
@@ -24,10 +25,15 @@ SLICE = 2**17  # bytes looked at at a time
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 
 
+# At some 900 what reads values fails in one place or another: Python's own stack has a limit.
+TOO_DEEP = f"has arrays and objects more than {MAX_JSON_DEPTH} deep within each other: flatten it"
+
+
 class Counts(NamedTuple):
     containers: int  # arrays and objects
     strings: int  # keys included
     items: int  # commas and containers: no fewer than there are items
+    depth: int  # of containers within each other
 
     @property
     def problem(self) -> str:
@@ -39,7 +45,7 @@ class Counts(NamedTuple):
         ):
             if count > most:
                 return f"has {count} {name} but may have at most {most}: send fewer at a time"
-        return ""
+        return TOO_DEEP if self.depth > MAX_JSON_DEPTH else ""
 
     @property
     def many_numbers(self) -> bool:
@@ -50,7 +56,7 @@ class Counts(NamedTuple):
 def scan(text: bytes) -> Counts:
     """Counts outside of strings."""
     data = np.frombuffer(text, np.uint8)
-    containers = quotes = commas = 0
+    containers = quotes = commas = depth = deepest = 0
     inside = False  # a string, at the beginning of the slice
     escaped = False  # the first byte of the slice
     for start in range(0, len(data), SLICE):
@@ -61,11 +67,22 @@ def scan(text: bytes) -> Counts:
         within = np.bitwise_xor.accumulate(is_quote.view(np.uint8)) ^ np.uint8(inside)
         inside = bool(within[-1])
         outside = within == 0
-        # '[' and '{' differ in one bit; no other byte is mapped on '{'.
-        containers += int(np.count_nonzero(((part | 0x20) == ord("{")) & outside))
+        # '[' and '{' differ in one bit, as ']' and '}'; no other byte is mapped on these.
+        begins, ends = (((part | 0x20) == ord(one)) & outside for one in "{}")
+        steps = (begins.view(np.int8) - ends.view(np.int8))[begins | ends]
+        if len(steps):
+            depths = depth + np.cumsum(steps, dtype=np.int64)
+            depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+        containers += int(np.count_nonzero(begins))
         commas += int(np.count_nonzero((part == _COMMA) & outside))
         quotes += int(np.count_nonzero(is_quote))
-    return Counts(containers, (quotes + 1) // 2, commas + containers)
+    return Counts(containers, (quotes + 1) // 2, commas + containers, deepest)
+
+
+def too_deep(text: bytes) -> bool:
+    """Whether a text of any length is to be refused; most have few brackets."""
+    brackets = text.count(b"[") + text.count(b"{")
+    return brackets > MAX_JSON_DEPTH and scan(text).depth > MAX_JSON_DEPTH
 
 
 def _drop_escaped(part: np.ndarray, is_quote: np.ndarray, escaped: bool) -> bool:
@@ -109,9 +126,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
         if counts.many_numbers:
             try:
                 fields = _decode_fields(body)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise _not_json(error) from None
             return {name: _decode_field(name, bytes(raw)) for name, raw in fields.items()}
+    elif too_deep(body):
+        raise RequestError(f"the body {TOO_DEEP}")
     value = _decode_whole(body)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {shown(value)}")
@@ -121,12 +140,12 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def _decode_whole(body: bytes) -> Any:
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
             # Takes NaN and Infinity, which the readers of fields then refuse by name.
             if len(body) <= UNSCANNED:
                 return json.loads(body)
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
         raise _not_json(error) from None
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
-from mamba_eagle.limits import MAX_JSON_CONTAINERS, MAX_JSON_ITEMS, MAX_JSON_STRINGS
+from mamba_eagle.limits import (
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_ITEMS,
+    MAX_JSON_STRINGS,
+)
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http import json_body
 from mamba_eagle.server.http.json_body import Counts, decode_object, decode_token_ids, scan
@@ -18,7 +24,9 @@ from mamba_eagle.server.http.json_body import Counts, decode_object, decode_toke
 def naive_counts(text: bytes) -> Counts:
     plain = re.sub(rb'"(?:[^"\\]|\\.)*"', b"S", text, flags=re.DOTALL)
     containers = plain.count(b"[") + plain.count(b"{")
-    return Counts(containers, plain.count(b"S"), plain.count(b",") + containers)
+    depths = accumulate(1 if byte in b"[{" else -1 for byte in plain if byte in b"[{]}")
+    deepest = max(depths, default=0)
+    return Counts(containers, plain.count(b"S"), plain.count(b",") + containers, deepest)
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
@@ -43,8 +51,8 @@ def test_counts_are_those_outside_of_strings(size: int, monkeypatch: pytest.Monk
 
 
 def test_an_unfinished_text_is_counted_too() -> None:
-    assert scan(b'[{"a":["b') == Counts(3, 2, 3)
-    assert scan(b"") == Counts(0, 0, 0)
+    assert scan(b'[{"a":["b') == Counts(3, 2, 3, 3)
+    assert scan(b"") == Counts(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,21 @@ def test_a_body_of_too_many_parts_is_refused(
     body = b'{"x":[' + b",".join([inner] * count) + b"]}"
     with pytest.raises(RequestError, match=f"{what}.* at most {most}"):
         decode_object(body)
+
+
+@pytest.mark.parametrize("begin, end", ["[]", ('{"a":', "}")], ids=["lists", "objects"])
+@pytest.mark.parametrize("filler", [0, json_body.UNSCANNED], ids=["short", "long"])
+def test_the_depth_of_a_body_has_a_limit(begin: str, end: str, filler: int) -> None:
+    """Whatever reads it: near Python's own limit it would fail in one place or another."""
+
+    def body(depth: int) -> bytes:
+        inner = begin * (depth - 1) + "1" + end * (depth - 1)
+        return f'{{"text": "{"]" * filler}", "x": {inner}}}'.encode()
+
+    assert decode_object(body(MAX_JSON_DEPTH))
+    for depth in (MAX_JSON_DEPTH + 1, 950, 990, 5000):
+        with pytest.raises(RequestError, match=f"more than {MAX_JSON_DEPTH} deep"):
+            decode_object(body(depth))
 
 
 def test_numbers_belong_into_lists_of_token_ids() -> None:

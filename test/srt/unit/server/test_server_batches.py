@@ -80,6 +80,7 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
             "no JSON",
             "[1]",
             request_line(5),
+            f'{{"custom_id": "deep", "url": "{URL}", "body": {{"a": {"[" * 960}{"]" * 960}}}}}',
         ]
     )
 
@@ -89,7 +90,7 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
             assert made["status"] == "validating" and made["object"] == "batch"
             found = await ended(server, made["id"])
             assert found["status"] == "completed" and found["metadata"] == {"a": "b"}
-            assert found["request_counts"] == {"total": 28, "completed": 20, "failed": 8}
+            assert found["request_counts"] == {"total": 29, "completed": 20, "failed": 9}
             right = await replies(server, found["output_file_id"])
             assert set(right) == {f"r{i}" for i in range(20)}
             for i in range(20):
@@ -107,6 +108,7 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
                 "line-27": "is not JSON",
                 "line-28": "must be an object",
                 "line-29": "custom_id = 5",
+                "line-30": "deep within each other",
             }.items():
                 assert part in said[name], (name, said)
             assert wrong["bad"]["response"]["status_code"] == 400

@@ -182,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"json_schema": False}, ["json_schema", "no value fits"]),
     ({"json_schema": json.dumps({"enum": ["x" * 10**6]})}, ["json_schema", "131072"]),
     ({"json_schema": {"enum": ["x" * 10**6]}}, ["json_schema", "131072"]),
-    ({"json_schema": nested(300)}, ["json_schema", "nested more than 100"]),
+    ({"json_schema": nested(110)}, ["json_schema", "nested more than 100"]),
     ({"json_schema": json.dumps(nested(300))}, ["json_schema", "nested more than 100"]),
     ({"json_schema": '{"a":' * 20000 + "1" + "}" * 20000}, ["json_schema", "nested"]),
     ({"json_schema": {"$ref": "#"}}, ["json_schema.$ref", "without end"]),

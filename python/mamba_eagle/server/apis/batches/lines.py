@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BATCH_LINE
+from mamba_eagle.server.http.json_body import TOO_DEEP, too_deep
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate")
 
@@ -71,9 +72,11 @@ def _parse(text: bytes, number: int, urls: tuple[str, ...]) -> Line:
     if len(text) > MAX_BATCH_LINE:
         problem = f"line {number} has more than {MAX_BATCH_LINE} bytes: shorten it"
         return Line(name, "", {}, problem)
+    if too_deep(text):
+        return Line(name, "", {}, f"line {number} {TOO_DEEP}")
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Line(name, "", {}, f"line {number} is not JSON: {error}")
     if not isinstance(value, dict):
         return Line(name, "", {}, f"line {number}: must be an object")
