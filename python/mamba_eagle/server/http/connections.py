@@ -305,6 +305,8 @@ class Connection(BoundedHeads):
             is_last = self._is_spare or refusal is not None or body.is_refused
             if message["type"] == "http.response.start" and is_last:
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            if scope["http_version"] == "1.0":
+                _end_by_closing(send, message)
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 # The request is open until the kernel has all of the answer: a drain waits for it.
@@ -372,6 +374,15 @@ class _Body:
         if self._missing <= 0:
             self._missing, self._patience = BODY_PIECE, self._timeout
         return message
+
+
+def _end_by_closing(send: Send, message: Message) -> None:
+    """HTTP/1.0 has no chunks: a reply without a length ends with its connection, which uvicorn
+    closes. send: that of one of its cycles."""
+    cycle: Any = getattr(send, "__self__", None)
+    cycle.chunked_encoding = False
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = len(message.get("body", b""))
 
 
 def _no_room() -> RequestError:

@@ -316,6 +316,30 @@ def test_every_pipelined_request_learns_that_its_client_has_left() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("length", [None, 6])
+@pytest.mark.parametrize("keep", ["", "Connection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks(length: int | None, keep: str) -> None:
+    """They came in the middle of its text. What has no length ends with the connection."""
+
+    async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % length)] if length else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in (b"abc", b"", b"def"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def test() -> None:
+        async with serving(app=streams) as server:
+            reader, writer = await asyncio.open_connection(*server.listener.getsockname())
+            writer.write(f"GET / HTTP/1.0\r\n{keep}\r\n".encode())
+            head, body = (await asyncio.wait_for(reader.read(), WAIT_SECONDS)).split(b"\r\n\r\n")
+            assert body == b"abcdef" and b"transfer-encoding" not in head
+            assert b"connection: close" in head and (b"content-length: 6" in head) == bool(length)
+            writer.close()
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("size, is_read", [(1, False), (300, True)])
 def test_a_body_in_too_many_pieces_is_refused(size: int, is_read: bool) -> None:
     received: list[int] = []
