@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 from typing import Any
 
@@ -234,6 +236,41 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(monkeypatch: pytest.Monk
             (wrong,) = (await replies(server, found["error_file_id"])).values()
             assert "more than 200 bytes" in wrong["error"]["message"]
             assert (await upload(server, "x")).status_code == 413
+
+    run(test())
+
+
+def test_a_full_disk_takes_no_room_and_leaves_no_half_of_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each file that could not be written took a key's room for as long as the server ran."""
+    left = 2000  # bytes
+
+    class Disk(io.FileIO):
+        def write(self, text: Any) -> int:
+            nonlocal left
+            super().write(text[:left])
+            left = max(0, left - len(text))
+            if not left:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return len(text)
+
+    async def test() -> None:
+        nonlocal left
+        async with serving(says("x")) as server:
+            server.client._transport.raise_app_exceptions = False
+            store = server.app.state.batches.files
+            made = await started(server, "\n".join(request_line(f"r{i}") for i in range(20)))
+            before = store._used[""]
+            monkeypatch.setattr(batches, "open", Disk, raising=False)
+            found = await ended(server, made["id"])
+            assert found["status"] == "failed" and "server log" in str(found["errors"])
+            assert 0 < len(await replies(server, found["output_file_id"])) < 20
+            left = 100
+            assert (await upload(server, "x" * 200)).status_code == 500
+            (made_file,) = [file for file in store.of("") if file.purpose != "batch"]
+            assert store._used[""] == before + made_file.size
+            assert len(list(store._folder.iterdir())) == 2
 
     run(test())
 

@@ -4,15 +4,17 @@ Files are in a folder of this server, each for the key that made it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.types import ASGIApp
 
@@ -57,10 +59,11 @@ class FileStore:
         self._files: dict[str, StoredFile] = {}  # the oldest first
         self._used: Counter[str] = Counter()  # bytes by key
 
-    def take(self, key: str, size: int) -> None:
-        """Room for ``size`` bytes more of the key's.
+    @contextlib.contextmanager
+    def more(self, key: str, path: Path, size: int) -> Iterator[BinaryIO]:
+        """A file of the key's, to add ``size`` bytes to; as it was before if that fails.
 
-        Raises: RequestError 413
+        Raises: RequestError 413; OSError
         """
         count = len(self.of(key))
         if self._used[key] + size > MAX_FILES_BYTES or count >= MAX_FILES:
@@ -69,7 +72,16 @@ class FileStore:
                 f"fit: there may be {MAX_FILES} of {MAX_FILES_BYTES} bytes; delete some",
                 413,
             )
+        before = path.stat().st_size if path.exists() else 0
         self._used[key] += size
+        try:
+            with open(path, "ab") as file:
+                yield file
+        except BaseException:
+            self._used[key] -= size
+            with contextlib.suppress(OSError):
+                os.truncate(path, before) if before else path.unlink()
+            raise
 
     def new_path(self) -> Path:
         self._folder.mkdir(exist_ok=True)
@@ -204,10 +216,10 @@ class Batch:
 
     def _write(self, files: FileStore, kind: str, reply: dict[str, Any]) -> None:
         text = json.dumps(reply).encode() + b"\n"
-        files.take(self.key, len(text))
-        path = self._paths.setdefault(kind, files.new_path())
-        with open(path, "ab") as file:
+        path = self._paths.get(kind) or files.new_path()
+        with files.more(self.key, path, len(text)) as file:
             file.write(text)
+        self._paths[kind] = path
 
 
 class BatchStore:

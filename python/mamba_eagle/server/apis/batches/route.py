@@ -53,9 +53,8 @@ async def upload(request: Request) -> Response:
             raise RequestError.about("purpose", purpose, "must be batch")
         if not isinstance(file, UploadFile):
             raise RequestError("file is needed: a part of the form with a filename", param="file")
-        files.take(key, file.size or 0)
         path = files.new_path()
-        with open(path, "wb") as stored:
+        with files.more(key, path, file.size or 0) as stored:
             while piece := await file.read(2**20):
                 stored.write(piece)
     finally:
