@@ -8,7 +8,7 @@ run which was ended goes on where it was. A line that is wrong gets an error of 
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +33,8 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if every line was answered, 1 if some got errors, 2 if nothing could run."""
+    """Returns 0 if every line was answered, 1 if some got errors, now or before, 2 if nothing
+    could run."""
     arguments = make_parser().parse_args(argv)
     config: ServerConfig = from_arguments(ServerConfig, arguments)
     try:
@@ -50,28 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, EngineError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{len(lines)} requests, {len(done)} of them done before, {failed} with errors")
+    before = [done[line.custom_id] for line in lines if line.custom_id in done]
+    failed += sum(before)
+    print(f"{len(lines)} requests, {len(before)} of them done before, {failed} with errors")
     return 1 if failed else 0
 
 
 # ── the files ────────────────────────────────────────────────────────────────────────────────
 
 
-def read_done(path: str) -> set[str]:
-    """The custom_ids that have a reply. A line that was cut when its run ended is cut off.
+def read_done(path: str) -> dict[str, bool]:
+    """By the custom_ids that have a reply whether it is an error. A line that was cut when its run
+    ended is cut off.
 
     Raises: OSError; ConfigError if it has other lines than replies: it is another file.
     """
     file = Path(path)
     if not file.exists():
-        return set()
+        return {}
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
-    done = set()
+    done = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            custom_id, _ = REPLY(json.loads(line))
-            done.add(custom_id)
+            reply = json.loads(line)
+            custom_id, _ = REPLY(reply)
+            done[custom_id] = reply.get("error") is not None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
                 [f"{path}: line {number} is not a reply: name a new file, or that of an ended run"]
@@ -84,7 +89,7 @@ def read_done(path: str) -> set[str]:
 # ── the requests ─────────────────────────────────────────────────────────────────────────────
 
 
-async def run(engine: Engine, lines: Sequence[Line], done: set[str], output: TextIO) -> int:
+async def run(engine: Engine, lines: Sequence[Line], done: Container[str], output: TextIO) -> int:
     """Answers all that are not done. Returns how many got errors."""
     left = [line for line in lines if line.custom_id not in done]
     todo = iter(left)

@@ -87,6 +87,22 @@ def test_library_file_and_server_give_the_same_texts(
         run_batch.read_done(str(source))
 
 
+def test_a_run_that_goes_on_counts_the_errors_of_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    ids = ("right", "wrong", "left")
+    source.write_text(
+        "\n".join(json.dumps({"custom_id": i, "url": "/generate", "body": body}) for i in ids)
+    )
+    done = {"right": None, "wrong": {"code": "400"}, "of another file": {"code": "400"}}
+    replies = [{"custom_id": i, "response": {}, "error": error} for i, error in done.items()]
+    target.write_text("".join(json.dumps(reply) + "\n" for reply in replies))
+    assert run_batch.main([str(source), str(target), "--device", "cpu"]) == 1
+    assert "3 requests, 2 of them done before, 1 with errors" in capsys.readouterr().out
+
+
 def _as_call(body: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": body["text"], "sampling_params": body["sampling_params"]}
 
