@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -52,6 +53,8 @@ class Vocabulary:
                 "text could not end"
             )
         try:
+            if isinstance(tokenizer, str):
+                tokenizer = _within(tokenizer, size)
             self.tokens = LLTokenizer(tokenizer, n_vocab=size, eos_token=list(eos))
         except Exception as error:  # llguidance raises whatever its Rust side says
             raise NoVocabulary(f"llguidance cannot read this tokenizer: {error}") from None
@@ -108,6 +111,18 @@ class Vocabulary:
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         tokens = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         return tokens[~np.isin(tokens, self.eos)]
+
+
+class _WithAdded(msgspec.Struct):
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _within(text: str, size: int) -> str:
+    """Without added tokens that the logits lack, which llguidance refuses: transformers adds some
+    to what a folder lists."""
+    added = msgspec.json.decode(text, type=_WithAdded).added_tokens
+    kept = [token for token in added if token["id"] < size]
+    return text if kept == added else json.dumps({**json.loads(text), "added_tokens": kept})
 
 
 def own_words(message: str) -> str:

@@ -106,6 +106,18 @@ def test_a_folder_and_its_loaded_tokenizer_give_one_vocabulary(tmp_path: Path) -
         assert vocabulary.matcher(grammar).try_consume_tokens([259, 3 + ord("a")]) == 2
 
 
+def test_an_added_token_that_the_model_lacks_spoils_no_grammar() -> None:
+    """transformers gives some families an ``<|endoftext|>`` that their vocabulary does not have."""
+    tokenizer = byte_level()
+    size = len(tokenizer.hf)
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
+    vocabulary = Vocabulary(tokenizer_json(tokenizer.hf), size, [2])
+    assert texts(vocabulary, tokenizer, choice_grammar(["é", "yes"]).text, 12) == {"é", "yes"}
+    assert vocabulary.matcher(text_grammar("<s>", {"<s>": 1}).text).try_consume_tokens([1]) == 1
+    named = vocabulary.matcher(text_grammar("<|endoftext|>", {"<|endoftext|>": size}).text)
+    assert named.is_error()
+
+
 def test_what_cannot_be_a_vocabulary_says_why(tmp_path: Path) -> None:
     text = tokenizer_json(byte_level().hf)
     with pytest.raises(NoVocabulary, match="eos_token_id"):
