@@ -15,7 +15,6 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.config import ON_A_CPU, ON_A_GPU, ConfigError, EngineConfig
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
-from mamba_eagle.model_config import ModelConfig
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CPU_DTYPES = (torch.float32,)
@@ -109,11 +108,6 @@ def quantization_problems(quantizations: Mapping[str, str], backend: Backend) ->
                 f"CPU; use --device cpu, or {flag} fp8"
             )
     return wrong
-
-
-def inexact_problems(backend: Backend, model: ModelConfig) -> list[str]:
-    """Why --exact cannot be had. The CPU engine's sums have one order anyway."""
-    return [] if backend.name == "cpu" else backend.inexact(model)
 
 
 def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:

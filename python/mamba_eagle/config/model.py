@@ -71,7 +71,8 @@ class ModelSettings(Settings):
         False,
         "on a GPU, give a token's logits the same bits however it is served: alone or in a batch, "
         "drafted or not, in any chunk of a prompt, from the cache or not; for models and hybrids "
-        "with Mamba2 or gated DeltaNet, in 16 bits and float8. On a CPU they have them without it",
+        "with Mamba2 or gated DeltaNet, in 16 bits and float8. On a CPU they have them without it, "
+        "or are refused with it",
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1

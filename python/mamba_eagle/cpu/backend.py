@@ -39,7 +39,7 @@ from mamba_eagle.cpu.threads import num_threads, parallel_forms
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import DeltaConfig, Mamba2Config, RecurrenceConfig
+from mamba_eagle.model_config import DeltaConfig, Mamba2Config, ModelConfig, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -60,6 +60,19 @@ class CpuBackend(Backend):
         super().__init__(place, torch.float32, CpuOps(product))
         # oneDNN's products of many rows are not for programs
         self.prompts = PromptPrograms(MANY_ROWS - 1 if product is PromptProduct else MOST_TOKENS)
+
+    def inexact(self, model: ModelConfig) -> list[str]:
+        recurrence, attention = model.recurrence, model.attention
+        wrong = {
+            "a decay per channel": getattr(recurrence, "channel_decay", False),
+            "latent attention": attention is not None and attention.latent is not None,
+        }
+        return [
+            f"--exact: {model.model_type} has {what}, which torch computes, in another order in "
+            "prompts than in trees; leave the flag out"
+            for what, has in wrong.items()
+            if has
+        ]
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         if pool.k.dtype != torch.float32:

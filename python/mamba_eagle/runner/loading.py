@@ -16,7 +16,6 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.devices import (
     choose_backend,
-    inexact_problems,
     quantization_problems,
     rank_device,
     reason,
@@ -57,7 +56,7 @@ def backend_for(config: EngineConfig, model: ModelConfig, rank: int) -> Backend:
     backend = choose_backend(device, dtype, config.cpu_prompt_dtype, config.exact)
     problems = quantization_problems(config.quantizations, backend)
     if config.exact:
-        problems += inexact_problems(backend, local(model, Shard(0, config.tp_size)))
+        problems += backend.inexact(local(model, Shard(0, config.tp_size)))
     if problems:
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))

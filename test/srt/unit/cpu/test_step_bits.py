@@ -12,6 +12,10 @@ from runner_harness import PLAIN, Engine, Settings
 from step_rig import made, partings
 from tiny_model import VOCAB, write_delta_model, write_model
 
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.runner import loading
+
 SIZES = {
     # whole vectors, of states and of keys
     "vectors": {"mamba_head_dim": 16, "ssm_state_size": 64, "head_dim": 32},
@@ -63,3 +67,21 @@ def test_logits_have_the_same_bits_however_a_text_is_made(quantization: str, mod
             plain = [made(engine, [prompt], NEW_TOKENS)[0] for prompt in prompts]
         engine = Engine(model, None, settings, quantization=quantization)
         assert not partings(engine, plain, seed=len(name)), name
+
+
+@pytest.mark.parametrize(
+    "name, said", [("kimi-linear", 2), ("ling-3", 2), ("lfm2-moe", 0), ("qwen3.5", 0)]
+)
+def test_a_model_of_other_bits_in_prompts_is_refused_with_exact(
+    name: str, said: int, tmp_path: Path
+) -> None:
+    make_peer(name).save_pretrained(tmp_path)
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", exact=True)
+    model = read_model_config(tmp_path)
+    if not said:
+        assert loading.backend_for(config, model, 0).name == "cpu"
+        return
+    with pytest.raises(ConfigError) as raised:
+        loading.backend_for(config, model, 0)
+    assert len(raised.value.problems) == said
+    assert all(f"--exact: {model.model_type} has" in text for text in raised.value.problems)
