@@ -34,8 +34,8 @@ class Lines:
     def find(self, name: str, **wanted: Any) -> list[Line]:
         """Lines of that name with the given fields, in the order they were written. Without
         ``engine`` they are our own, without ``quantization`` nothing was quantized, without
-        ``ranks`` there was one GPU."""
-        wanted = {"engine": None, "quantization": None, "ranks": None, **wanted}
+        ``ranks`` there was one GPU, and without ``drafter`` it is the tables'."""
+        wanted = {"engine": None, "quantization": None, "ranks": None, "drafter": None, **wanted}
         return [
             line
             for line in self.all

@@ -90,6 +90,7 @@ def test_every_kept_line_can_be_read() -> None:
     lines = Lines.read(files, "NVIDIA H100 80GB HBM3")
     for line in lines.all:
         assert line["name"] and isinstance(line["value"], (int, float))
+        assert line.get("engine") or {"torch", "triton", "date"} <= line.keys()
     # the peer's figures that tables and plots compare with
     for name in ("decode_step_ms", "tree_step_ms", "prefill_s"):
         assert set(lines.steps("", name, engine="sglang").points) == {1, 8, 32}
