@@ -16,6 +16,7 @@ import pytest
 from running_server import PATIENCE
 
 from mamba_eagle.eval import gsm8k
+from mamba_eagle.limits import MAX_JSON_DEPTH
 
 pytestmark = pytest.mark.e2e
 
@@ -243,7 +244,7 @@ def test_aborts_and_clients_that_leave_free_everything(client: httpx.Client) -> 
 def test_what_cannot_be_served_is_400_and_harms_nobody(client: httpx.Client) -> None:
     context = client.get("/model_info").json()["max_model_len"]
     nested: Any = 1
-    for _ in range(500):
+    for _ in range(MAX_JSON_DEPTH - 2):
         nested = {"a": nested}
     ids = [5] * context
     cases: list[tuple[Any, str]] = [
@@ -259,7 +260,7 @@ def test_what_cannot_be_served_is_400_and_harms_nobody(client: httpx.Client) -> 
     ]
     raw = [
         (b'{"text": "\xff"}', "not valid JSON"),
-        (b'{"text": ' + b"[" * 20_000, "not valid JSON"),
+        (b'{"text": ' + b"[" * 20_000, f"{MAX_JSON_DEPTH} deep"),
         (b'{"text": ' + b"[" * 90_000, "90001 arrays and objects"),
     ]
     encoded = [(json.dumps(body).encode(), part) for body, part in cases]
