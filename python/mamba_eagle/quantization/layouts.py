@@ -21,8 +21,8 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
 
 def block_of(values: dict[str, Any]) -> int:
     """Rows and columns that share a scale in float8; 0 if they are not blocks. values: as below."""
-    block = getattr(layout_of(values), "block", None)
-    return block[0] if block else 0
+    layout = layout_of(values)
+    return layout.block[0] if isinstance(layout, Float8Layout) and layout.block else 0
 
 
 def layout_of(values: dict[str, Any]) -> Layout:

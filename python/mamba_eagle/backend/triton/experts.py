@@ -59,7 +59,7 @@ TILES_BLOCKS = [
     Sizes(MAX_ROUNDED_AS_READ, *[Config(64, 16, 128, 4, 4)] * 2),
     Sizes(512, *[Config(64, 32, 128, 4, 3)] * 2),
     Sizes(2048, *[Config(64, 64, 128, 4, 3)] * 2),
-    Sizes(2**31, *[Config(64, 128, 128, 4, 3)] * 2),
+    Sizes(2**31, *[Config(64, 128, 128, 8, 3)] * 2),
 ]
 
 

@@ -1,8 +1,8 @@
 """Scans of prompts by fla-core, an optional package of Triton kernels in the chunked WY form.
 
 What a chunk's tokens do to each other and what they read from its first state is its. The walk from
-state to state is ours: the package's has no float32 states inside of a sequence, and one launch for
-each of 32 saved states made a third of a long prompt's time.
+state to state is ours: the package's has no float32 states inside of a sequence, and a launch for
+each of 32 saved states made two thirds of a long prompt's time.
 """
 
 from __future__ import annotations

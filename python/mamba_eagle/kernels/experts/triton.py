@@ -553,9 +553,8 @@ def product(
         _few_kernel[(tiles, total)](*given, COUNT=count, HELD=pairs.held, **common)
     else:
         active = shared + min(count, n * top_k)
-        _tile_kernel[(tiles, active)](
-            *given, n, x.largest.stride(-1), *strides, TOKENS=config.tokens, **common
-        )
+        given += (n, x.largest.stride(-1), *strides)
+        _tile_kernel[(tiles, active)](*given, TOKENS=config.tokens, **common)
     return Marked(y, largest)
 
 
