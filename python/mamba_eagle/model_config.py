@@ -338,6 +338,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     moe: MoEConfig | None = None
+    scale_group: int = 1  # neighbouring channels that share a scale in the checkpoint
     head_tokens: Span | None = None  # the rows of lm_head of this rank; None: all
     stage: StagePart | None = None  # None: all layers. blocks are the whole model's in any case
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

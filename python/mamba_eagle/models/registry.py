@@ -1,6 +1,7 @@
 """Which family serves which ``architectures`` entry of config.json."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,11 +106,11 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
     Raises: UnsupportedModel naming what is not supported.
     """
     values = checked(values)
-    layout_of(values)  # refuses unsupported schemes before any weight is read
+    group = layout_of(values).group  # refuses unsupported schemes before any weight is read
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:
-        return parse(values)
+        return replace(parse(values), scale_group=group)
     except KeyError as error:
         architecture = (values.get("architectures") or ["?"])[0]
         raise UnsupportedModel(f"the config of a {architecture} lacks {error}") from None

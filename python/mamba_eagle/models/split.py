@@ -44,7 +44,7 @@ def split_model(
 ) -> Split | None:
     """How rank ``shard`` of each of this many pipeline stages gets its part of the model of this
     whole ``config``; None: all of it. head: its part of the vocabulary, if that is another."""
-    head = shard if head is None else head
+    head, shard = shard if head is None else head, shard.of(config)
     if shard.size == head.size == stages == 1:
         return None
     with torch.device("meta"):

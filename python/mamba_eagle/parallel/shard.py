@@ -4,6 +4,8 @@ A rank's model is a smaller model: ``local`` gives its config, and mixers, kerne
 sizes from that alone. Docs: docs/design/parallel.md.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
@@ -31,20 +33,28 @@ class Shard(NamedTuple):
 
     rank: int = 0
     size: int = 1
+    together: int = 1  # neighbouring channels of an MLP that are not divided
+
+    def of(self, config: ModelConfig) -> Shard:
+        """The same, with what the model's checkpoint keeps together."""
+        return self._replace(together=config.scale_group)
 
     def span(self, count: int, unit: int = 1) -> Span:
         """This rank's part of ``count`` things; parts are equal, or differ by one ``unit``."""
         if count % self.size == 0 and (count // self.size) % unit == 0:
             unit = count // self.size or 1
-        units = count // unit
-        borders = [unit * (units * rank // self.size) for rank in (self.rank, self.rank + 1)]
-        return Span(borders[0], count if self.rank + 1 == self.size else borders[1])
+        units = -(-count // unit)
+        begin, end = (unit * (units * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return Span(begin, min(end, count))
 
     def width(self, count: int) -> Span:
-        """This rank's part of the ``count`` channels between two matrices of an MLP."""
-        if count % self.size == 0:
+        """This rank's part of the ``count`` channels between two matrices of an MLP. Parts are
+        equal where that divides no group of channels that share a scale. Else they differ by a
+        group: a matrix that is cut inside of one loses its few bits, and a rank that reads twice as
+        many bytes is slower than one that reads a group more."""
+        if count % (self.size * self.together) == 0:
             return self.span(count)
-        unit = gcd(count, ALIGNED)
+        unit = max(self.together, gcd(count, ALIGNED))
         while unit > 1 and count // unit < self.size:
             unit //= 2
         return self.span(count, unit)
@@ -127,6 +137,7 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
     """
     if shard.size == 1:
         return config
+    shard = shard.of(config)
     return replace(
         config,
         recurrence=config.recurrence and _local_recurrence(config.recurrence, shard),

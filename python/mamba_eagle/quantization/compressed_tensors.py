@@ -56,7 +56,8 @@ def layout(given: dict[str, Any]) -> Layout:
 
     kv_cache = given.get("kv_cache_scheme")
     kv_name = number_name(kv_cache) if isinstance(kv_cache, dict) else ""
-    return CompressedLayout(name, inputs_of, tuple(block) if block else None, kv_name)
+    group = GROUP if any(map(is_fp4, weights)) else 1
+    return CompressedLayout(name, inputs_of, tuple(block) if block else None, kv_name, group)
 
 
 def known_weights(given: dict[str, Any]) -> bool:

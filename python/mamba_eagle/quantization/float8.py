@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -56,9 +57,10 @@ class Float8Layout(Layout):
         inputs: Callable[[str], str],
         block: tuple[int, int] | None = None,
         kv_cache: str = "",
+        group: int = 1,
     ) -> None:
-        """inputs: how those of a module are rounded."""
-        super().__init__(name, kv_cache)
+        """inputs: how those of a module are rounded. group: of matrices that are not float8."""
+        super().__init__(name, kv_cache, lcm(group, *block or ()))
         self.inputs, self.block = inputs, block
 
     def matrices(self, stored: Stored) -> list[Packed]:

@@ -59,9 +59,11 @@ class PackedIntegers(Packed):
 
 
 class IntegerLayout(Layout):
-    def __init__(self, name: str, order: tuple[int, ...], added: int, by_inputs: bool) -> None:
-        """The others: as of PackedIntegers."""
-        super().__init__(name)
+    def __init__(
+        self, name: str, order: tuple[int, ...], added: int, by_inputs: bool, group: int | None
+    ) -> None:
+        """group: -1 for one per row. The others: as of PackedIntegers."""
+        super().__init__(name, group=max(1, group or 1))
         self.form = (order, added, by_inputs)
 
     def matrices(self, stored: Stored) -> list[Packed]:
@@ -87,7 +89,7 @@ def gptq_layout(given: dict[str, Any]) -> Layout:
     form = given.get("checkpoint_format") or "gptq"
     if given.get("bits") != 4 or form not in FORMATS:
         raise unsupported(f"gptq ({settings_text(given, 'bits', 'checkpoint_format')})")
-    return IntegerLayout("gptq (4 bits)", IN_ORDER, FORMATS[form], by_inputs=True)
+    return IntegerLayout("gptq (4 bits)", IN_ORDER, FORMATS[form], True, given.get("group_size"))
 
 
 def awq_layout(given: dict[str, Any]) -> Layout:
@@ -99,4 +101,5 @@ def awq_layout(given: dict[str, Any]) -> Layout:
     bits = given.get("bits", given.get("w_bit"))
     if bits != 4 or version != "gemm" or given.get("zero_point") is False:
         raise unsupported(f"awq ({settings_text(given, 'bits', 'version', 'zero_point')})")
-    return IntegerLayout("awq (4 bits)", AWQ_ORDER, 0, by_inputs=False)
+    group = given.get("group_size", given.get("q_group_size"))
+    return IntegerLayout("awq (4 bits)", AWQ_ORDER, 0, False, group)

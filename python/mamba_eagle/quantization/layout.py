@@ -61,10 +61,11 @@ class Packed(ABC):
 class Layout(ABC):
     """The matrices of a checkpoint, by one tool's conventions."""
 
-    def __init__(self, name: str, kv_cache: str = "") -> None:
+    def __init__(self, name: str, kv_cache: str = "", group: int = 1) -> None:
         """name: the tool and its scheme, for messages; empty: nothing is quantized. kv_cache: the
-        scheme for the KV cache, if there is one."""
-        self.name, self.kv_cache = name, kv_cache
+        scheme for the KV cache, if there is one. group: neighbouring channels that share a
+        scale."""
+        self.name, self.kv_cache, self.group = name, kv_cache, group
 
     @abstractmethod
     def matrices(self, stored: Stored) -> list[Packed]:

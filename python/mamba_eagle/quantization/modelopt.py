@@ -7,10 +7,11 @@ from typing import Any
 
 from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout
 from mamba_eagle.quantization.layout import Layout, Packed, Stored, unsupported
-from mamba_eagle.quantization.nvfp4 import modelopt_matrices
+from mamba_eagle.quantization.nvfp4 import GROUP, modelopt_matrices
 
 # algorithm -> how inputs are rounded
-FLOAT8 = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": TOKEN, "FP8_PB_WO": NONE}
+BLOCKS = "FP8_PB_WO"
+FLOAT8 = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": TOKEN, BLOCKS: NONE}
 NVFP4 = ("NVFP4", "W4A16_NVFP4")  # inputs stay in the model's dtype in both
 
 
@@ -36,7 +37,9 @@ def layout(given: dict[str, Any]) -> Layout:
     def inputs(module: str) -> str:
         return FLOAT8.get(by_module.get(module, whole), STATIC)
 
-    return ModelOptLayout(name, inputs, kv_cache=given.get("kv_cache_quant_algo") or "")
+    block = (128, 128) if BLOCKS in names else None
+    group = GROUP if {*NVFP4} & {*names} else 1
+    return ModelOptLayout(name, inputs, block, given.get("kv_cache_quant_algo") or "", group)
 
 
 def algorithms(given: dict[str, Any]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from mamba_eagle.layers.moe import Experts
 from mamba_eagle.layers.weights import matrix_layers, weight_bytes
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.quantization.layouts import layout_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -288,6 +289,15 @@ def test_a_flag_without_effect_is_refused() -> None:
     assert not EngineConfig(quantization="fp8", quantize_lm_head=True).problems()
     (problem,) = EngineConfig(quantize_lm_head=True).problems()
     assert problem.startswith("--quantize-lm-head: --quantization auto rounds no weights; use")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_says_how_many_channels_share_a_scale(form: str) -> None:
+    whole = ("modelopt-fp8", "compressed-token", "compressed-static")
+    wanted = 1 if form in whole else BLOCK if form == "fp8-block" else GROUP
+    assert layout_of({"quantization_config": FORMS[form].config}).group == wanted
+    by_blocks = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    assert layout_of({"quantization_config": by_blocks}).group == 128
 
 
 def test_all_forms_are_tested() -> None:

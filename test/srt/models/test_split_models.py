@@ -341,6 +341,27 @@ def test_parts_cover_everything_once_and_are_nearly_equal(count: int) -> None:
             assert max(s.size for s in spans) - min(s.size for s in spans) <= 16 + count % 16
 
 
+@pytest.mark.parametrize(
+    ("count", "block", "sizes"),
+    [
+        (1856, 1, [928, 928]),
+        (1856, 1, [464] * 4),
+        (1856, 1, [608, 624, 624]),
+        (1856, 128, [896, 960]),
+        (1856, 128, [384, 512, 512, 448]),
+        (768, 128, [384, 384]),
+        (768, 128, [128, 256, 128, 256]),
+        (512, 128, [64] * 8),  # fewer blocks than ranks
+    ],
+)
+def test_channels_are_divided_between_blocks_that_share_a_scale(
+    count: int, block: int, sizes: list[int]
+) -> None:
+    spans = [Shard(rank, len(sizes), block).width(count) for rank in range(len(sizes))]
+    assert [x for span in spans for x in range(*span)] == list(range(count))
+    assert [span.size for span in spans] == sizes
+
+
 def test_a_model_with_too_few_heads_is_refused() -> None:
     config = read_model_config_of(heads=6, groups=2)
     assert problems(config, 6) == []
