@@ -314,7 +314,6 @@ class MoEConfig:
     top_groups: int = 1
     normalize: bool = True  # make the chosen scores sum to 1
     scaling: float = 1.0  # factor of the routed experts' sum
-    held: Span | None = None  # the experts of this rank; None: all
 
 
 @dataclass(frozen=True)

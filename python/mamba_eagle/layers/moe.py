@@ -10,12 +10,12 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP, gate_and_up
 from mamba_eagle.layers.ops import FusedRouter, LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
-from mamba_eagle.model_config import MoEConfig, Span
-from mamba_eagle.parallel.cut import Cut, once, rows
+from mamba_eagle.model_config import MoEConfig
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.quantization.matrix import DenseMatrix
 
@@ -115,8 +115,8 @@ class SoftmaxRouter(Router):
 
 
 class Experts(MatrixLayer):
-    """The experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width]; of a
-    rank's experts alone if ``held`` says which of ``count`` they are.
+    """The experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width]; a rank
+    has some channels of each expert.
 
     ``inner`` is twice ``width`` if up_proj contains the gate projection too.
     """
@@ -124,24 +124,20 @@ class Experts(MatrixLayer):
     matrix_names = ("up_proj", "down_proj")
 
     def __init__(
-        self,
-        count: int,
-        size: int,
-        width: int,
-        inner: int,
-        act: Callable[[Tensor], Tensor],
-        held: Span | None = None,
+        self, count: int, size: int, width: int, inner: int, act: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.act, self.held = act, held
-        count = self.count = count if held is None else held.size
+        self.act = act
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
         self._products: dict[str, GroupedProduct] = {}
         self.fused: ExpertLayer | None = None  # what replaces both products and the sum
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
-        return dict.fromkeys(("up_proj", "down_proj"), rows(shard.span(self.up_proj.shape[0])))
+        inner, width = self.up_proj.shape[1], self.down_proj.shape[2]
+        own = shard.width(width)
+        up = rows(own) if inner == width else gate_and_up(own, width)
+        return {"up_proj": up.of_stack(), "down_proj": columns(own).of_stack()}
 
     def prepare(self, ops: LayerOps) -> None:
         super().prepare(ops)
@@ -167,7 +163,7 @@ class Experts(MatrixLayer):
             return None
         weights = {name: getattr(self, name).detach() for name in self.matrix_names}
         up, down = {**weights, **self.matrices}.values()
-        return self._ops.fuse_experts(up, down, kind, self.held, self.up_proj.dtype)
+        return self._ops.fuse_experts(up, down, kind, self.up_proj.dtype)
 
     def share(self, up: Linear | None, down: Linear) -> None:
         """Shared experts' products, which those of the routed ones may take along."""
@@ -183,39 +179,26 @@ class Experts(MatrixLayer):
         return self._ops.grouped_linear(x, weight, ends)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """x [n, size] -> the weighted sum of each token's experts, or of those among them that this
-        rank holds, [n, size]."""
+        """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
         if self.fused is not None:
             return self.fused(x, routes)
         n, k = routes.experts.shape
         flat = routes.experts.flatten()
-        if self.held is not None:
-            flat = local_experts(flat, self.held)
         order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
-        ends = torch.searchsorted(
-            flat[order], torch.arange(self.count, device=x.device), right=True
-        )
+        count = torch.arange(len(self.up_proj), device=x.device)
+        ends = torch.searchsorted(flat[order], count, right=True)
         hidden = self.act(self._grouped("up_proj", x[order // k], ends))
         outputs = self._grouped("down_proj", hidden, ends)
         # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
-        each = outputs[back]
-        if self.held is not None:  # entries of other ranks' experts are arbitrary
-            each = each.masked_fill((flat == self.held.size)[:, None], 0.0)
-        weighted = each.unflatten(0, (n, k)).float() * routes.weights[..., None]
+        weighted = outputs[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
         return weighted.sum(1).to(x.dtype)
 
 
 def gated_experts(config: MoEConfig, hidden_size: int) -> Experts:
     """Of matrices with gate and up projection."""
     width = config.intermediate_size
-    return Experts(config.num_experts, hidden_size, width, 2 * width, silu_gate, config.held)
-
-
-def local_experts(experts: Tensor, held: Span) -> Tensor:
-    """The indices among the experts ``held``, and for all others the index after these."""
-    own = experts - held.begin
-    return torch.where((own >= 0) & (own < held.size), own, held.size)
+    return Experts(config.num_experts, hidden_size, width, 2 * width, silu_gate)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -248,8 +231,8 @@ class LatentMoE(Mixture):
     """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
     the larger models projections to and from a smaller width around the routed experts.
 
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts and of its part of the shared
-    one a part of the sum. The router is the same on all ranks: it must see equal bits on all.
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum. The router
+    is the same on all ranks: it must see equal bits on all.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
@@ -257,7 +240,7 @@ class LatentMoE(Mixture):
         size = config.latent_size or hidden_size
         inner = config.intermediate_size
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared, config.held)
+        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared)
         self.shared_experts = ReluSquaredMLP(hidden_size, config.shared_intermediate_size, bias)
         self.has_latent = config.latent_size > 0
         if self.has_latent:
@@ -265,7 +248,7 @@ class LatentMoE(Mixture):
             self.fc2_latent_proj = Linear(size, hidden_size, bias)
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
-        # fc2_latent_proj is linear: it reads the rank's part of the experts' sum
+        # fc2_latent_proj is linear: it reads the rank's part of the experts' outputs
         if not self.has_latent:
             return {}
         return {"fc2_latent_proj.bias": once(self.fc2_latent_proj.weight.shape[0], shard)}
@@ -288,8 +271,7 @@ class GatedSharedMoE(Mixture):
     """Qwen's layer: gated experts with softmax weights, and one for all tokens, which passes a
     sigmoid gate of its own.
 
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts and of its part of the shared
-    one a part of the sum.
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -315,7 +297,7 @@ class GatedSharedMoE(Mixture):
 class GatedMoE(Mixture):
     """Granite's routed experts: gate and up projection in one matrix, softmax weights.
 
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts a part of the sum.
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -330,8 +312,8 @@ class GatedMoE(Mixture):
 class SigmoidMoE(Mixture):
     """Gated experts chosen by sigmoid scores, and shared ones beside them (DeepSeek-V3).
 
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts, and of its part of the
-    shared ones, a part of the sum. The router must see equal bits on all ranks."""
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum. The router
+    must see equal bits on all ranks."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()

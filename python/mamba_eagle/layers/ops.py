@@ -27,7 +27,6 @@ from mamba_eagle.layers.products import (
     MatrixProduct,
     WidenedProduct,
 )
-from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -202,16 +201,10 @@ class LayerOps:
         return None
 
     def fuse_experts(
-        self,
-        up: Tensor | Matrix,
-        down: Tensor | Matrix,
-        act: str,
-        held: Span | None,
-        dtype: torch.dtype,
+        self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype
     ) -> ExpertLayer | None:
         """Both products of a mixture's experts, what is between them and the weighted sum; None:
-        there are no kernels for these weights. act: relu_squared or silu_gate; others as in
-        Experts."""
+        there are no kernels for these weights. act: relu_squared or silu_gate."""
         return None
 
     def pack_router(
@@ -241,8 +234,7 @@ class LayerOps:
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply entries ``[ends[e-1], ends[e])`` of x by the weight of expert e.
 
-        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m,
-        or less: then later rows of the result are arbitrary.
+        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m.
         """
         out = x.new_empty(x.shape[0], weight.shape[1])
         begin = 0

@@ -52,10 +52,9 @@ class ExpertLayer(ABC):
         beside: Callable[[], Tensor] | None = None,
         share: Tensor | None = None,
     ) -> Tensor:
-        """x [n, size] -> the weighted sum of each token's experts, or of those that this rank
-        holds, [n, size]; with ``beside`` also what that gives, the shared experts of the same x,
-        which this layer may multiply itself. share: [n, 1], logits of their sigmoid weights; None:
-        these are 1."""
+        """x [n, size] -> the weighted sum of each token's experts, [n, size]; with ``beside`` also
+        what that gives, the shared experts of the same x, which this layer may multiply itself.
+        share: [n, 1], logits of their sigmoid weights; None: these are 1."""
 
     @abstractmethod
     def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
@@ -237,5 +236,4 @@ class Float8Experts:
             return self.grouped(widened(given).to(self.dtype), self.weight, ends)
         y = self.grouped(given.values.to(self.dtype), self.weight, ends).float()
         expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        expert = expert.clamp_(max=len(self.scale) - 1)  # rows past the last end are arbitrary
         return (y * (given.scale * self.scale[expert])).to(self.dtype)

@@ -91,10 +91,9 @@ def load_weights(
     for name in contents:
         if (target := place_of(described, name)) is not None:
             part = part_of(target, {} if split is None else split.cuts)
-            if part is not None and places is not None:
-                part = part.held_as(places)
-            if part is not None:
-                parts[name] = part._replace(packed=name in checkpoint.packed)
+            found = part if places is None else part.held_as(places)
+            if found is not None:
+                parts[name] = found._replace(packed=name in checkpoint.packed)
     parts = dict(sorted(parts.items(), key=lambda item: rooms.turn(item[1].target.name)))
     total = sum(contents[name].nbytes for name in parts)
     rooms.begin(str(checkpoint.folder), total / max(1, sum(contents[n].numel for n in parts)))
@@ -257,14 +256,12 @@ def gaps(name: str, room: Tensor, seen: set[Slice]) -> list[str]:
     return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in there]
 
 
-def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
-    """None if the rank needs nothing of it: an expert that another one holds."""
+def part_of(target: Target, cuts: dict[str, Cut]) -> Part:
     cut = cuts.get(target.name)
     if cut is None:
         return Part(target, None)
     if target.index is not None:
-        index = cut.place_of(target.index)
-        return None if index is None else Part(replace(target, index=index), None)
+        cut = cut.of_one(is_half=target.half is not None)
     if isinstance(target.scale, Tensor):  # a factor for each row
         target = replace(target, scale=cut.of(target.scale))
     return Part(target, cut)

@@ -78,7 +78,7 @@ def split_pays(whole: nn.Module, shard: Shard, blocks: int, bytes_per_sum: int) 
         for name, cut in cuts_of(module, shard, Shard()).items():
             if (parameter := _tensor(module, name)) is not None:
                 saved += parameter.nbytes * (1 - 1 / shard.size)
-                sums += cut.axis == 1
+                sums += cut.axis == 1 and parameter.ndim == 2
     return saved >= max(sums, blocks) * bytes_per_sum
 
 

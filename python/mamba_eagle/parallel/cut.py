@@ -1,6 +1,9 @@
 """The part of a stored tensor that a rank holds."""
 
+from __future__ import annotations
+
 import logging
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,29 +36,32 @@ class Cut(NamedTuple):
     def _of_matrix(self, whole: Matrix) -> Matrix | None:
         """None if the spans begin or end inside of blocks that share a scale, or if their scales do
         not fit one grid: the rank then holds that part in 16 bits."""
-        if len(whole.shape) > 2:
-            return None
-        axis = -2 if self.axis == 0 else -1
+        axis = self.axis - len(whole.shape)
         try:
             parts = [whole.narrow(axis, span.begin, span.size) for span in self.spans]
         except ValueError as error:
-            log.warning("a matrix %s is split and loses its few bits: %s", whole.shape, error)
+            _warn(whole.shape, str(error))
             return None
         return parts[0] if len(parts) == 1 else type(whole).join(parts)
 
-    def place_of(self, index: int) -> int | None:
-        """The place of entry ``index`` of axis 0 among those that are kept; None if it is not."""
-        assert self.axis == 0
-        before = 0
-        for begin, end in self.spans:
-            if begin <= index < end:
-                return before + index - begin
-            before += end - begin
-        return None
+    def of_one(self, is_half: bool) -> Cut:
+        """The same of one matrix of a stack; or of the first or second half of its rows, which are
+        cut alike."""
+        return self._replace(axis=self.axis - 1, spans=self.spans[:1] if is_half else self.spans)
+
+    def of_stack(self) -> Cut:
+        """The same of each matrix of a stack."""
+        return self._replace(axis=self.axis + 1)
+
+
+@cache
+def _warn(shape: tuple[int, ...], error: str) -> None:
+    """Once for all matrices that are alike: a model may have thousands of experts."""
+    log.warning("a matrix %s is split and loses its few bits: %s", shape, error)
 
 
 def rows(*spans: Span) -> Cut:
-    """Rows of a matrix, entries of a vector, or stacked matrices."""
+    """Rows of a matrix, or entries of a vector."""
     return Cut(0, spans)
 
 

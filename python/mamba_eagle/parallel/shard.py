@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    together: int = 1  # neighbouring channels of an MLP that are not divided
+    together: int = 1  # neighbouring channels of an MLP or an expert that are not divided
 
     def of(self, config: ModelConfig) -> Shard:
         """The same, with what the model's checkpoint keeps together."""
@@ -48,10 +48,10 @@ class Shard(NamedTuple):
         return Span(begin, min(end, count))
 
     def width(self, count: int) -> Span:
-        """This rank's part of the ``count`` channels between two matrices of an MLP. Parts are
-        equal where that divides no group of channels that share a scale. Else they differ by a
-        group: a matrix that is cut inside of one loses its few bits, and a rank that reads twice as
-        many bytes is slower than one that reads a group more."""
+        """This rank's part of the ``count`` channels between two matrices, of an MLP or of each
+        expert. Parts are equal where that divides no group of channels that share a scale. Else
+        they differ by a group: a matrix that is cut inside of one loses its few bits, and a rank
+        that reads twice as many bytes is slower than one that reads a group more."""
         if count % (self.size * self.together) == 0:
             return self.span(count)
         unit = max(self.together, gcd(count, ALIGNED))
@@ -120,7 +120,7 @@ def problems(config: ModelConfig, size: int) -> list[str]:
     if config.recurrence is not None:
         limits[f"heads in a {config.recurrence.name} layer"] = config.recurrence.num_heads
     if config.moe is not None:
-        limits["routed experts"] = config.moe.num_experts
+        limits["channels in an expert"] = config.moe.intermediate_size
     if config.intermediate_size:
         limits["channels in an MLP"] = config.intermediate_size
     for what, count in limits.items():
@@ -194,5 +194,6 @@ def _local_attention(config: AttentionConfig, shard: Shard) -> AttentionConfig:
 
 
 def _local_experts(config: MoEConfig, shard: Shard) -> MoEConfig:
-    shared = shard.width(config.shared_intermediate_size).size
-    return replace(config, held=shard.span(config.num_experts), shared_intermediate_size=shared)
+    widths = config.intermediate_size, config.shared_intermediate_size
+    own, shared = (shard.width(width).size for width in widths)
+    return replace(config, intermediate_size=own, shared_intermediate_size=shared)

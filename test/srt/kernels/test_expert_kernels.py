@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -19,9 +20,12 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
 from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
 from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.mlp import gate_and_up
 from mamba_eagle.layers.moe import LatentMoE, SigmoidMoE
-from mamba_eagle.model_config import MoEConfig, Span
+from mamba_eagle.model_config import MoEConfig
 from mamba_eagle.models.loader import random_weights
+from mamba_eagle.parallel.cut import columns, rows
+from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized
 
 test_in_the_interpreter = in_the_interpreter
@@ -106,19 +110,17 @@ def test_groups_exclude_experts_of_others() -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("held", [None, Span(3, 8)], ids=["all", "held"])
 @pytest.mark.parametrize("tokens", [1, 200])
-def test_pairs_are_sorted_by_expert(tokens: int, held: Span | None) -> None:
+def test_pairs_are_sorted_by_expert(tokens: int) -> None:
     """200 tokens have more pairs than a program reads at once."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, 12, generator=generator).topk(4).indices.int().to(DEVICE)
     x = normal(tokens, 100, seed=5)
-    own = held or Span(0, 12)
-    found = sort_pairs(ids, own.size, own.begin, x, Rounding())
-    flat = ids.flatten().cpu().long() - own.begin
-    mine = [[i for i, expert in enumerate(flat.tolist()) if expert == e] for e in range(own.size)]
+    found = sort_pairs(ids, 12, x, Rounding())
+    flat = ids.flatten().tolist()
+    mine = [[i for i, expert in enumerate(flat) if expert == e] for e in range(12)]
     order = sum(mine, [])
-    assert found.order[: len(order)].tolist() == order
+    assert found.order.tolist() == order
     ends = torch.tensor([len(each) for each in mine]).cumsum(0)
     assert found.ends.tolist() == ends.tolist()
     rows = [
@@ -140,7 +142,6 @@ class Case(NamedTuple):
 
     kind: str  # of weights
     act: str = "relu_squared"
-    held: Span | None = None
     shared: int = 0  # of the experts' width
     width: int = 72
 
@@ -148,7 +149,6 @@ class Case(NamedTuple):
 CASES = {
     "bfloat16": Case("bfloat16", shared=2),
     "bfloat16-gated": Case("bfloat16", "silu_gate", shared=2),
-    "bfloat16-held": Case("bfloat16", held=Span(1, 4), shared=1),
     "float8-rows": Case("rows", shared=2),
     "float8-rows-gated": Case("rows", "silu_gate", shared=1),
     "float8-tensor": Case("tensor", shared=2),
@@ -173,14 +173,21 @@ def as_float8(weight: Tensor, kind: str) -> Float8Matrix:
     return Float8Matrix(to_e4m3(values), scale, (128, 128), Rounding(group=128))
 
 
+def contiguous(weight: Tensor | Float8Matrix) -> Tensor | Float8Matrix:
+    """As a device gets it from the host."""
+    if isinstance(weight, Tensor):
+        return weight.contiguous()
+    parts = {name: part.contiguous() for name, part in weight.tensors().items()}
+    return replace(weight, **parts)
+
+
 class Layer:
     """Experts with the reference that reads the same weights."""
 
     def __init__(self, case: Case) -> None:
         inner = case.width * (2 if case.act == "silu_gate" else 1)
-        self.case, count = case, case.held.size if case.held else EXPERTS
-        self.first = case.held.begin if case.held else 0
-        weights = [normal(count, inner, SIZE, seed=1), normal(count, SIZE, case.width, seed=2)]
+        self.case = case
+        weights = [normal(EXPERTS, inner, SIZE, seed=1), normal(EXPERTS, SIZE, case.width, seed=2)]
         shared = [
             normal(case.shared * inner, SIZE, seed=3),
             normal(SIZE, case.shared * case.width, seed=4),
@@ -191,13 +198,28 @@ class Layer:
                 shared = [as_float8(weight * 0.1, case.kind) for weight in shared]
         self.exact, self.exact_shared = map(self._exact, (weights, shared))
         self.rounding = getattr(weights[0], "rounding", None)
-        made = fused.fuse_experts(*weights, case.act, case.held, DTYPE, None)
+        self.weights, self.shared = weights, shared
+        self.fused = self.part(Shard())
+
+    def part(self, shard: Shard) -> fused.FusedExperts:
+        """A rank's channels of all experts."""
+        own = self.cut(self.weights, self.case.width, shard)
+        made = fused.fuse_experts(*own, self.case.act, DTYPE, None)
         assert made is not None
         made.library = False  # it has products for prompts only
-        self.fused, self.shared = made, shared
-        if case.shared:
-            made.share(*shared)
-            assert made.shared == case.shared
+        if self.case.shared:
+            made.share(*self.cut(self.shared, self.case.shared * self.case.width, shard))
+            assert made.shared == self.case.shared
+        return made
+
+    def cut(self, matrices: list, width: int, shard: Shard) -> list:
+        if shard.size == 1:
+            return matrices
+        own, gated = shard.width(width), self.case.act == "silu_gate"
+        cuts = [gate_and_up(own, width) if gated else rows(own), columns(own)]
+        if len(matrices[0].shape) == 3:
+            cuts = [cut.of_stack() for cut in cuts]
+        return [contiguous(cut.of(matrix)) for cut, matrix in zip(cuts, matrices, strict=True)]
 
     def _exact(self, weights: list) -> list[Tensor]:
         return [
@@ -218,7 +240,7 @@ class Layer:
     def reference(self, x: Tensor, routes: Routes, share: Tensor | None = None) -> Tensor:
         if self.rounding is None:
             up, down = self.exact
-            given = (x.cpu(), routes.experts, routes.weights, up, down, self.case.act, self.first)
+            given = (x.cpu(), routes.experts, routes.weights, up, down, self.case.act)
             y = naive.experts(*given)
         else:
             y = torch.zeros(len(x), SIZE, dtype=torch.float64)
@@ -227,7 +249,7 @@ class Layer:
                 zip(routes.experts.tolist(), routes.weights.tolist())
             ):
                 for expert, weight in zip(ids, weights):
-                    y[t] += weight * each[expert - self.first][t]
+                    y[t] += weight * each[expert][t]
         if self.case.shared:
             y += self.one(x, *self.exact_shared) * (1.0 if share is None else share)
         return y
@@ -263,6 +285,34 @@ def test_experts_are_those_of_the_definition(case: Case) -> None:
         if GPU:  # the interpreter has one order
             again = layer.fused(x, routes, dense, logits)
             assert torch.equal(found, again), "the same bits again"
+
+
+PARTS = {
+    "bfloat16": (Case("bfloat16", shared=2, width=96), [48, 48]),
+    "bfloat16-gated": (Case("bfloat16", "silu_gate", shared=1, width=72), [24, 24, 24]),
+    "bfloat16-unequal": (Case("bfloat16", width=112), [32, 32, 48]),
+    "float8-rows-gated": (Case("rows", "silu_gate", shared=2), [36, 36]),
+    "float8-tensor": (Case("tensor", shared=2), [36, 36]),
+    "float8-blocks": (Case("blocks", width=336), [128, 208]),
+    "float8-blocks-gated": (Case("blocks", "silu_gate", width=384), [128, 256]),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize(("case", "widths"), PARTS.values(), ids=PARTS)
+def test_the_channels_of_all_ranks_add_up_to_the_experts(case: Case, widths: list[int]) -> None:
+    """Of as many ranks as there are widths; weights keep their few bits."""
+    layer, ranks = Layer(case), len(widths)
+    together = 128 if case.kind == "blocks" else 1
+    parts = [layer.part(Shard(rank, ranks, together)) for rank in range(ranks)]
+    assert [part.down.weight.shape[2] for part in parts] == widths
+    assert all(part.up.weight.dtype == layer.fused.up.weight.dtype for part in parts)
+    for tokens in TOKENS[:2]:
+        x, routes = inputs(tokens)
+        beside = (lambda x=x: x) if case.shared else None  # not called: it is in the same launches
+        total = sum(part(x, routes, beside).double().cpu() for part in parts)
+        error = relative_error(total, layer.reference(x, routes))
+        assert error < (ERROR if layer.rounding is None else FLOAT8_ERROR), tokens
 
 
 @runs_kernels

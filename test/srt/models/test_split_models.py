@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peer_models import PEERS, VOCAB, make_peer
+from published import BLOCK, GROUP, write_published
 from safetensors.torch import save_file
 from tensor_checks import relative_error
 from thread_ranks import ThreadGroup, ThreadRanks
@@ -22,10 +23,13 @@ from mamba_eagle.drafting import draft_source
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.moe import Experts
 from mamba_eagle.layers.ops import TORCH
-from mamba_eagle.model_config import Mamba2Config, ModelConfig, Span
+from mamba_eagle.layers.weights import matrix_layers, weights_come_late
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, Span
 from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import split_model
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.groups import ALONE, Group
@@ -40,6 +44,7 @@ from mamba_eagle.parallel.stages import (
 )
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.quantization.matrix import Float8Matrix
+from mamba_eagle.quantization.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,8 +176,9 @@ def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPa
         for part in ranks:
             own = sum(p.nbytes for p in part.parameters())
             assert own <= copied + (whole - copied) / size * 1.25
-    experts = ranks[1].backbone.layers[1].mixer.experts
-    assert config.moe is not None and experts.up_proj.shape[0] == config.moe.num_experts // 4
+    experts, moe = ranks[1].backbone.layers[1].mixer.experts, config.moe
+    assert moe is not None
+    assert experts.up_proj.shape[:2] == (moe.num_experts, moe.intermediate_size // 4)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +368,23 @@ def test_channels_are_divided_between_blocks_that_share_a_scale(
     assert [span.size for span in spans] == sizes
 
 
+@pytest.mark.parametrize(("width", "experts"), [(1856, 2), (2688, 2), (512, 1), (1024, 1)])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_ranks_part_of_shared_experts_is_as_wide_as_so_many_routed_ones(
+    width: int, experts: int, size: int
+) -> None:
+    """So that one launch multiplies both."""
+    for shard in (Shard(rank, size) for rank in range(size)):
+        assert shard.width(experts * width).size == experts * shard.width(width).size
+
+
+def test_a_model_with_too_narrow_experts_is_refused() -> None:
+    config = replace(read_model_config_of(heads=8, groups=2), moe=MoEConfig(4, 2, 6))
+    assert problems(config, 6) == []
+    (problem,) = problems(config, 8)
+    assert problem == "--tp-size 8: the model has 6 channels in an expert; set it to 6"
+
+
 def test_a_model_with_too_few_heads_is_refused() -> None:
     config = read_model_config_of(heads=6, groups=2)
     assert problems(config, 6) == []
@@ -393,6 +416,66 @@ def test_a_matrix_of_few_bits_is_cut_with_its_scales(
     assert isinstance(found, Tensor if cut.zero else Float8Matrix)
     whole = found if cut.zero else found.dequantize()
     assert torch.equal(whole, cut.of(matrix.dequantize()))
+
+
+EXPERTS = {  # gated, relu², and relu² with another width around them
+    "qwen3-next": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
+    "nemotron-3-nano": {"moe_intermediate_size": 112},
+    "nemotron-3-super": {"moe_intermediate_size": 112, "moe_latent_size": 48},
+}
+FEW_BITS = ("fp8-block", "compressed-token", "modelopt-fp8", "modelopt-nvfp4")
+
+
+@pytest.mark.parametrize("form", FEW_BITS)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_few_bits_are_split_with_their_scales(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    """Each rank has its channels of all experts in their few bits, and together they have the
+    logits of the whole model."""
+    write_published(tmp_path, name, form, **EXPERTS[name])
+    config = read_model_config(tmp_path)
+    assert config.scale_group == {"fp8-block": BLOCK, "modelopt-nvfp4": GROUP}.get(form, 1)
+    make, whole = model_class(config), part_of(tmp_path, ALONE)
+    expected = logits_of(whole)
+    for size in (2, 3):
+        for shard in (Shard(rank, size) for rank in range(size)):
+            with weights_come_late():
+                part = make(local(config, shard))
+            split = split_model(make, config, shard)
+            keeps = lambda matrix, device: matrix.few_bits  # noqa: E731
+            rooms = FewBitRooms(part, torch.device("cpu"), Policy(), keeps)
+            load_weights(part, tmp_path, rooms, split)
+            stacks = [each for each in matrix_layers(part) if isinstance(each[1], Experts)]
+            assert stacks
+            for label, layer in stacks:
+                for leaf in layer.matrix_names:
+                    found = layer.matrices[leaf]
+                    cut = split.cuts[f"{label}.{leaf}"]
+                    assert found.shape == getattr(layer, leaf).shape
+                    wanted = cut.of(whole.get_parameter(f"{label}.{leaf}"))
+                    assert torch.equal(found.dequantize(), wanted), (label, leaf)
+
+        def work(group: ThreadGroup) -> Tensor:
+            return Columns(group, VOCAB).whole(logits_of(part_of(tmp_path, group)))
+
+        for found in ThreadRanks(size).run(work):
+            assert relative_error(found, expected) <= MAX_ERROR
+
+
+@pytest.mark.parametrize("block", [None, (8, 16)], ids=["scale-per-row", "scale-per-block"])
+@pytest.mark.parametrize(
+    "cut", [rows(Span(8, 24)), rows(Span(0, 8), Span(24, 32)), columns(Span(16, 48))]
+)
+def test_a_stack_of_experts_is_cut_as_each_of_them(cut: Cut, block: tuple[int, int] | None) -> None:
+    weight = torch.randn(3, 40, 48, generator=torch.Generator().manual_seed(1))
+    scale = torch.rand(3, *((40, 1) if block is None else (5, 3))) + 0.5
+    matrix = Float8Matrix(weight.to(torch.float8_e4m3fn), scale, block)
+    found = cut.of_stack().of(matrix)
+    assert isinstance(found, Float8Matrix)
+    each = torch.stack([cut.of(weight) for weight in matrix.dequantize()])
+    assert torch.equal(found.dequantize(), each)
+    assert cut.of_stack().of_one(is_half=False) == cut
 
 
 def test_a_cut_inside_a_block_gives_the_weight_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,6 @@ from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.linear import triton as sixteen_bit
 from mamba_eagle.layers.ops import Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
-from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -106,11 +105,6 @@ class ExactOps(TritonOps):
         return product
 
     def fuse_experts(
-        self,
-        up: Tensor | Matrix,
-        down: Tensor | Matrix,
-        act: str,
-        held: Span | None,
-        dtype: torch.dtype,
+        self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype
     ) -> ExpertLayer | None:
-        return fuse_experts(up, down, act, held, dtype, self.grouped_linear, exact=True)
+        return fuse_experts(up, down, act, dtype, self.grouped_linear, exact=True)

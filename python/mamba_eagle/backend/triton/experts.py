@@ -20,7 +20,6 @@ from mamba_eagle.kernels.relu_squared.triton import relu_squared_
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 from mamba_eagle.layers.ops import FusedRouter
 from mamba_eagle.layers.products import ExpertLayer, GroupedLinear
-from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, same_rounding
 
 MAX_TILES = 1024  # tokens; for more, libraries multiply 16 bits faster
@@ -105,7 +104,6 @@ def fuse_experts(
     up: Tensor | Matrix,
     down: Tensor | Matrix,
     act: str,
-    held: Span | None,
     dtype: torch.dtype,
     grouped: GroupedLinear,
     exact: bool = False,
@@ -117,7 +115,7 @@ def fuse_experts(
         return None
     if capability(stacks[0].weight.device) < TENSOR_CORES:
         return None
-    return FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped, exact)
+    return FusedExperts(stacks[0], stacks[1], act, dtype, grouped, exact)
 
 
 class FusedExperts(ExpertLayer):
@@ -129,14 +127,12 @@ class FusedExperts(ExpertLayer):
         up: Stack,
         down: Stack,
         act: str,
-        held: Span | None,
         dtype: torch.dtype,
         grouped: GroupedLinear,
         exact: bool,
     ) -> None:
         self.up, self.down, self.act, self.dtype, self.grouped = up, down, act, dtype, grouped
-        self.held, self.count = held is not None, len(up.weight)
-        self.first = 0 if held is None else held.begin
+        self.count = len(up.weight)
         self.shared = 0
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8 and not exact
@@ -169,11 +165,11 @@ class FusedExperts(ExpertLayer):
             routes = routes._replace(experts=routes.experts.int())
         inside = self.shared if beside is not None and n <= self.max_shared else 0
         added = beside() if beside is not None and not inside else None
-        pairs = Pairs(routes, None, inside, self.first, self.held)
+        pairs = Pairs(routes, None, inside)
         if n > MAX_TILES and self.library:
             return self._many(x, pairs, added, share)
         each = self._each(x, pairs)
-        return kernels.weighted_sum(each, pairs, self.count, added, share=share)
+        return kernels.weighted_sum(each, pairs, added, share=share)
 
     def _config(self, n: int) -> tuple[Config, Config]:
         sizes = next(each for each in self.forms if n <= each.tokens)
@@ -193,8 +189,7 @@ class FusedExperts(ExpertLayer):
         if above.tokens:
             in_groups = rounding is not None and rounding.group > 0
             to_round = None if rounding is None or in_groups else x
-            ids = pairs.routes.experts
-            place = sort_pairs(ids, self.count, self.first, to_round, rounding)
+            place = sort_pairs(pairs.routes.experts, self.count, to_round, rounding)
             pairs = pairs._replace(place=place)
             if to_round is not None:
                 given = Marked(place.rounded, place.largest)
@@ -213,12 +208,9 @@ class FusedExperts(ExpertLayer):
 
     def _many(self, x: Tensor, pairs: Pairs, added: Tensor | None, share: Tensor | None) -> Tensor:
         ids = pairs.routes.experts
-        place = sort_pairs(ids, self.count, self.first)
-        order = place.order // ids.shape[1]
-        if self.held:  # what is behind the last of this rank's pairs was not written
-            order = order.clamp_(0, len(x) - 1)
-        above = self.grouped(x[order], self.up.weight, place.ends)
+        place = sort_pairs(ids, self.count)
+        above = self.grouped(x[place.order // ids.shape[1]], self.up.weight, place.ends)
         made = silu_and_mul(above) if self.act == SILU_GATE else relu_squared_(above.contiguous())
         each = self.grouped(made, self.down.weight, place.ends)
         pairs = pairs._replace(place=place)
-        return kernels.weighted_sum(each, pairs, self.count, added, by_expert=True, share=share)
+        return kernels.weighted_sum(each, pairs, added, by_expert=True, share=share)

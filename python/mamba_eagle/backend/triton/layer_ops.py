@@ -26,7 +26,6 @@ from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
-from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -133,11 +132,6 @@ class TritonOps(CudaOps):
         return SegmentedAdditions(sizes, dtype, device)
 
     def fuse_experts(
-        self,
-        up: Tensor | Matrix,
-        down: Tensor | Matrix,
-        act: str,
-        held: Span | None,
-        dtype: torch.dtype,
+        self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype
     ) -> ExpertLayer | None:
-        return fuse_experts(up, down, act, held, dtype, self.grouped_linear)
+        return fuse_experts(up, down, act, dtype, self.grouped_linear)

@@ -23,17 +23,14 @@ def activated(sums: Tensor, act: str) -> Tensor:
     return torch.tensor(made, dtype=torch.float64)
 
 
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, act: str, first: int = 0
-) -> Tensor:
-    """x [n, size]; ids, weights [n, k]; up [E, inner, size], down [E, size, width], of the experts
-    [first, first + E): others' parts are left out. -> [n, size] float64."""
+def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
+    """x [n, size]; ids, weights [n, k]; up [E, inner, size], down [E, size, width] -> [n, size]
+    float64."""
     y = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
     for t, (chosen, shares) in enumerate(zip(ids.tolist(), weights.tolist())):
         for expert, share in zip(chosen, shares):
-            if first <= expert < first + len(up):
-                made = activated(up[expert - first].double() @ x[t].double(), act)
-                y[t] += share * (down[expert - first].double() @ made)
+            made = activated(up[expert].double() @ x[t].double(), act)
+            y[t] += share * (down[expert].double() @ made)
     return y
 
 

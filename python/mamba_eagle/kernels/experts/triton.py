@@ -34,8 +34,8 @@ BLOCK = 128  # columns that share a scale, if scales are of blocks
 
 
 class Stack(NamedTuple):
-    """Matrices [E, out, in] of the experts of a rank, and shared ones of the same form beside
-    them: [S · out, in] if they are stacked by rows (up), [out, S · in] if by columns (down)."""
+    """Matrices [E, out, in] of experts, and shared ones of the same form beside them: [S · out, in]
+    if they are stacked by rows (up), [out, S · in] if by columns (down)."""
 
     weight: Tensor
     scale: Tensor | None  # float8: [E, 1 or out] or [E, out blocks, in blocks] float32
@@ -60,8 +60,6 @@ class Pairs(NamedTuple):
     routes: Routes
     place: Sorted | None  # None: every pair is multiplied on its own
     shared: int  # experts that all tokens pass
-    first: int  # expert of this rank
-    held: bool  # whether other ranks have experts, too
 
 
 class Config(NamedTuple):
@@ -106,21 +104,19 @@ def _few_kernel(
     x_largest,  # [pairs, PARTS] float32, read if DYNAMIC and not GATHER
     static,  # [1, 1] float32, read if STATIC
     ids,  # [n, TOP_K] int32
-    weight,  # [COUNT, OUT or 2 OUT, SIZE]
+    weight,  # [E, OUT or 2 OUT, SIZE]
     scale,
     shared,  # see Stack
     shared_scale,
     y,  # [pairs, OUT]; float8 if RESCALED
     largest,  # [pairs, tiles] float32, written if MARKS: the largest size of a tile's outputs
     static_out,  # [1, 1] float32, what y is divided by if RESCALED
-    first,  # expert of this rank
     x_stride,
     scale_stride,  # between experts
     row_scale_stride,  # 0: a scale per matrix
     shared_scale_stride,
     SIZE: tl.constexpr,
     OUT: tl.constexpr,
-    COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     GATHER: tl.constexpr,
@@ -130,7 +126,6 @@ def _few_kernel(
     PARTS: tl.constexpr,
     MARKS: tl.constexpr,
     RESCALED: tl.constexpr,
-    HELD: tl.constexpr,  # whether other ranks have experts
     SCALED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,  # 0: scales are of rows or matrices
     PADDED: tl.constexpr,  # a power of two, at least SIZE; of PARTS if not GATHER
@@ -145,7 +140,7 @@ def _few_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < OUT
     previous_done(OVERLAP)
-    expert = tl.load(ids + token * TOP_K + slot, mask=slot < TOP_K, other=0) - first
+    expert = tl.load(ids + token * TOP_K + slot, mask=slot < TOP_K, other=0)
     base, scales, step_of_rows = weight, scale, row_scale_stride
     row_stride, gate_rows = SIZE, OUT
     if SHARED > 0:
@@ -157,72 +152,71 @@ def _few_kernel(
         if is_shared:
             expert = slot - TOP_K
             base, scales, step_of_rows = shared, shared_scale, shared_scale_stride
-    if (not HELD) or ((expert >= 0) & (expert < COUNT)):
-        stride, own_scale_stride = OUT * SIZE * (2 if GATED else 1), scale_stride
-        if SHARED > 0:
-            wide = is_shared.to(tl.int32)
-            if GATHER:
-                stride += wide * (OUT * SIZE - stride)
-                own_scale_stride += wide * (OUT * step_of_rows - own_scale_stride)
-            else:
-                stride += wide * (SIZE - stride)
-                own_scale_stride += wide * -own_scale_stride
-        base += expert.to(tl.int64) * stride
-        scales += expert * own_scale_stride
-        row_at = tl.where(is_row, row, 0)
-        at = base + row_at.to(tl.int64)[:, None] * row_stride
-        above = at + gate_rows * row_stride
-        own = x + (token if GATHER else pair).to(tl.int64) * x_stride
-        factor = tl.full([], 1.0, tl.float32)
-        if INPUTS == _STATIC:
-            factor = tl.load(static)
-        elif INPUTS == _DYNAMIC:
-            place = tl.arange(0, PADDED)
-            if GATHER:
-                numbers = tl.load(own + place, mask=place < SIZE, other=0.0).to(tl.float32)
-            else:
-                numbers = tl.load(x_largest + pair * PARTS + place, mask=place < PARTS, other=0.0)
-            factor = _scale_of(tl.max(tl.abs(numbers), 0))
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        gates = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for step in tl.range(0, tl.cdiv(SIZE, COLUMNS), num_stages=STAGES):
-            column = step * COLUMNS + tl.arange(0, COLUMNS)
-            t = tl.load(own + column, mask=column < SIZE, other=0.0).to(tl.float32)
-            w = tl.load(at + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
+    stride, own_scale_stride = OUT * SIZE * (2 if GATED else 1), scale_stride
+    if SHARED > 0:
+        wide = is_shared.to(tl.int32)
+        if GATHER:
+            stride += wide * (OUT * SIZE - stride)
+            own_scale_stride += wide * (OUT * step_of_rows - own_scale_stride)
+        else:
+            stride += wide * (SIZE - stride)
+            own_scale_stride += wide * -own_scale_stride
+    base += expert.to(tl.int64) * stride
+    scales += expert * own_scale_stride
+    row_at = tl.where(is_row, row, 0)
+    at = base + row_at.to(tl.int64)[:, None] * row_stride
+    above = at + gate_rows * row_stride
+    own = x + (token if GATHER else pair).to(tl.int64) * x_stride
+    factor = tl.full([], 1.0, tl.float32)
+    if INPUTS == _STATIC:
+        factor = tl.load(static)
+    elif INPUTS == _DYNAMIC:
+        place = tl.arange(0, PADDED)
+        if GATHER:
+            numbers = tl.load(own + place, mask=place < SIZE, other=0.0).to(tl.float32)
+        else:
+            numbers = tl.load(x_largest + pair * PARTS + place, mask=place < PARTS, other=0.0)
+        factor = _scale_of(tl.max(tl.abs(numbers), 0))
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gates = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in tl.range(0, tl.cdiv(SIZE, COLUMNS), num_stages=STAGES):
+        column = step * COLUMNS + tl.arange(0, COLUMNS)
+        t = tl.load(own + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        w = tl.load(at + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
+        if GATED:
+            g = w
+            w = tl.load(above + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
+        if INPUTS == _GROUPED:
+            group = _scale_of(tl.max(tl.abs(t), 0))
+            t = _rounded(t, group).to(tl.float32) * group
+        elif INPUTS != _PLAIN and x.dtype.element_ty != tl.float8e4nv:
+            t = _rounded(t, factor).to(tl.float32)
+        if BLOCK_OUT > 0:
+            BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+            s = tl.load(scales + row_at // BLOCK_OUT * BLOCKS + step)
             if GATED:
-                g = w
-                w = tl.load(above + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
-            if INPUTS == _GROUPED:
-                group = _scale_of(tl.max(tl.abs(t), 0))
-                t = _rounded(t, group).to(tl.float32) * group
-            elif INPUTS != _PLAIN and x.dtype.element_ty != tl.float8e4nv:
-                t = _rounded(t, factor).to(tl.float32)
-            if BLOCK_OUT > 0:
-                BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-                s = tl.load(scales + row_at // BLOCK_OUT * BLOCKS + step)
-                if GATED:
-                    gates += g.to(tl.float32) * t[None, :] * s[:, None]
-                    s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * BLOCKS + step)
-                acc += w.to(tl.float32) * t[None, :] * s[:, None]
-            else:
-                if GATED:
-                    gates += g.to(tl.float32) * t[None, :]
-                acc += w.to(tl.float32) * t[None, :]
-        result, gate = tl.sum(acc, 1), tl.sum(gates, 1)
-        if SCALED and BLOCK_OUT == 0:
+                gates += g.to(tl.float32) * t[None, :] * s[:, None]
+                s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * BLOCKS + step)
+            acc += w.to(tl.float32) * t[None, :] * s[:, None]
+        else:
             if GATED:
-                gate *= tl.load(scales + row_at * step_of_rows)
-                row_at += gate_rows
-            result *= tl.load(scales + row_at * step_of_rows)
-        if SCALED and INPUTS != _PLAIN and INPUTS != _GROUPED:
-            result, gate = result * factor, gate * factor
-        result = _activated(result, gate, GATED, ACTIVATED)
-        if RESCALED:
-            result = _rounded(result, tl.load(static_out))
-        tl.store(y + pair.to(tl.int64) * OUT + row, result, mask=is_row)
-        if MARKS:
-            size = tl.max(tl.where(is_row, tl.abs(result), 0.0), 0)
-            tl.store(largest + pair * tl.num_programs(0) + tile, size)
+                gates += g.to(tl.float32) * t[None, :]
+            acc += w.to(tl.float32) * t[None, :]
+    result, gate = tl.sum(acc, 1), tl.sum(gates, 1)
+    if SCALED and BLOCK_OUT == 0:
+        if GATED:
+            gate *= tl.load(scales + row_at * step_of_rows)
+            row_at += gate_rows
+        result *= tl.load(scales + row_at * step_of_rows)
+    if SCALED and INPUTS != _PLAIN and INPUTS != _GROUPED:
+        result, gate = result * factor, gate * factor
+    result = _activated(result, gate, GATED, ACTIVATED)
+    if RESCALED:
+        result = _rounded(result, tl.load(static_out))
+    tl.store(y + pair.to(tl.int64) * OUT + row, result, mask=is_row)
+    if MARKS:
+        size = tl.max(tl.where(is_row, tl.abs(result), 0.0), 0)
+        tl.store(largest + pair * tl.num_programs(0) + tile, size)
 
 
 @triton.jit
@@ -238,7 +232,7 @@ def _factor(x, factor, INPUTS: tl.constexpr):
         return x, factor
 
 
-@triton.jit(do_not_specialize=["n", "group_stride", "first"])
+@triton.jit(do_not_specialize=["n", "group_stride"])
 def _tile_kernel(
     x,
     x_largest,  # [n] if GATHER, else [pairs, PARTS]; of float8 in groups: all scales
@@ -402,18 +396,14 @@ def _tile_kernel(
 def _sum_kernel(
     each,  # [pairs, SIZE]
     back,  # [n, TOP_K] int32, which row of each a pair has, read if SORTED; else the pair itself
-    ids,  # [n, TOP_K] int32, read if HELD
     weights,  # [n, TOP_K] float32
     added,  # [n, SIZE], read if ADDS
     share_logits,  # [n], read if SHARES
     y,  # [n, SIZE]
-    first,
     logit_stride,
     SIZE: tl.constexpr,
-    COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    HELD: tl.constexpr,
     SORTED: tl.constexpr,
     ADDS: tl.constexpr,
     SHARES: tl.constexpr,
@@ -430,15 +420,12 @@ def _sum_kernel(
         of_shared = 1.0 / (1.0 + tl.exp(-logit))
     for slot in tl.static_range(TOP_K + SHARED):
         place = token * (TOP_K + SHARED) + slot
-        there, share = inside, of_shared
+        share = of_shared
         if slot < TOP_K:
             share = tl.load(weights + token * TOP_K + slot)
-            if HELD:
-                expert = tl.load(ids + token * TOP_K + slot + column * 0) - first
-                there = inside & (expert >= 0) & (expert < COUNT)
         if SORTED:
-            place = tl.load(back + place + column * 0, mask=there, other=0).to(tl.int64)
-        made = tl.load(each + place * SIZE + column, mask=there, other=0.0)
+            place = tl.load(back + place).to(tl.int64)
+        made = tl.load(each + place * SIZE + column, mask=inside, other=0.0)
         total += made.to(tl.float32) * share
     if ADDS:
         beside = tl.load(added + token * SIZE + column, mask=inside, other=0.0)
@@ -449,7 +436,6 @@ def _sum_kernel(
 def weighted_sum(
     each: Tensor,
     pairs: Pairs,
-    count: int,
     added: Tensor | None,
     by_expert: bool = False,
     share: Tensor | None = None,
@@ -457,8 +443,8 @@ def weighted_sum(
     """each [pairs, size] -> [n, size]: Σ weights · each, with the shared experts, which are among
     the pairs or ``added`` [n, size].
 
-    count: experts of this rank. by_expert: each has the order of ``pairs.place``, and no shared
-    experts. share: [n, 1], logits of the shared experts' weights; None: these are 1.
+    by_expert: each has the order of ``pairs.place``, and no shared experts. share: [n, 1], logits
+    of the shared experts' weights; None: these are 1.
     """
     routes, shared = pairs.routes, 0 if by_expert else pairs.shared
     (n, top_k), size, device = routes.weights.shape, each.shape[1], each.device
@@ -467,18 +453,14 @@ def weighted_sum(
     _sum_kernel[(n, cdiv(size, block))](
         each,
         pairs.place.back if by_expert and pairs.place is not None else routes.experts,
-        routes.experts,
         routes.weights,
         y if added is None else added,
         y if share is None else share,
         y,
-        pairs.first,
         0 if share is None else share.stride(0),
         SIZE=size,
-        COUNT=count,
         TOP_K=top_k,
         SHARED=shared,
-        HELD=pairs.held,
         SORTED=by_expert,
         ADDS=added is not None,
         SHARES=share is not None,
@@ -512,8 +494,7 @@ def product(
         pairs: with a place if config.tokens is not 0.
         act: RELU_SQUARED or SILU_GATE, applied to the sums; None: none.
         following: how the next product rounds what this one returns.
-    Returns: [n · (k + shared), out] of ``dtype``, or float8 by a scale that ``following`` has; rows
-        of other ranks' experts are arbitrary.
+    Returns: [n · (k + shared), out] of ``dtype``, or float8 by a scale that ``following`` has.
     """
     (n, top_k), shared, place = pairs.routes.weights.shape, pairs.shared, pairs.place
     (count, rows, size), device = stack.weight.shape, stack.weight.device
@@ -549,8 +530,7 @@ def product(
         **overlapping(device),
     }
     if place is None:
-        given += (pairs.first, *strides)
-        _few_kernel[(tiles, total)](*given, COUNT=count, HELD=pairs.held, **common)
+        _few_kernel[(tiles, total)](*given, *strides, **common)
     else:
         active = shared + min(count, n * top_k)
         given += (n, x.largest.stride(-1), *strides)

@@ -195,12 +195,12 @@ class Sorted(NamedTuple):
     # [1 + 3 E] int32: how many experts are listed, of few pairs those that have some, else all; of
     # each its index, begin and end
     table: Tensor
-    back: Tensor  # [n · k] int32, where each pair is in ``order``; arbitrary if other ranks have it
+    back: Tensor  # [n · k] int32, where each pair is in ``order``
     largest: Tensor  # [n] float32, each token's largest size; arbitrary if not asked for
     rounded: Tensor  # [n, size] float8, inputs divided by what makes that size 448; likewise
 
 
-@triton.jit(do_not_specialize=["pairs", "first"])
+@triton.jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     ids,  # [pairs] int32
     x,  # [n, SIZE], read by programs after the first COUNT
@@ -212,9 +212,8 @@ def _sort_kernel(
     largest,
     rounded,
     pairs,
-    first,  # expert of this rank
     x_stride,
-    COUNT: tl.constexpr,  # experts of this rank
+    COUNT: tl.constexpr,  # experts
     BINS: tl.constexpr,  # a power of two, larger than COUNT
     BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,  # whether experts without pairs are left out of the table
@@ -240,9 +239,8 @@ def _sort_kernel(
             counts = tl.zeros([BINS], tl.int32)
             for begin in tl.range(0, pairs, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
-                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
-                elsewhere = (at >= pairs) | (expert < 0) | (expert >= COUNT)
-                counts += tl.histogram(tl.where(elsewhere, COUNT, expert), BINS)
+                expert = tl.load(ids + at, mask=at < pairs, other=COUNT)
+                counts += tl.histogram(expert, BINS)
             before, some = bins < own, (counts > 0) & (bins < COUNT)
             start = tl.sum(tl.where(before, counts, 0), 0)
             end = start + tl.sum(tl.where(bins == own, counts, 0), 0)
@@ -252,9 +250,9 @@ def _sort_kernel(
             smaller, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
             for begin in tl.range(0, pairs, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
-                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
-                smaller += ((at < pairs) & (expert >= 0) & (expert < own)).to(tl.int32)
-                equal += ((at < pairs) & (expert == own)).to(tl.int32)
+                expert = tl.load(ids + at, mask=at < pairs, other=COUNT)
+                smaller += (expert < own).to(tl.int32)
+                equal += (expert == own).to(tl.int32)
             start = tl.sum(smaller, 0)
             end = start + tl.sum(equal, 0)
             active, place = COUNT, own
@@ -268,8 +266,7 @@ def _sort_kernel(
             tl.store(entry + 2, end)
             for begin in tl.range(0, pairs, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
-                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
-                mine = (at < pairs) & (expert == own)
+                mine = tl.load(ids + at, mask=at < pairs, other=COUNT) == own
                 rank = tl.cumsum(mine.to(tl.int32), 0)
                 tl.store(order + start + rank - 1, at, mask=mine)
                 tl.store(back + at, start + rank - 1, mask=mine)
@@ -277,14 +274,10 @@ def _sort_kernel(
 
 
 def sort_pairs(
-    ids: Tensor,
-    count: int,
-    first: int = 0,
-    x: Tensor | None = None,
-    rounding: Rounding | None = None,
+    ids: Tensor, count: int, x: Tensor | None = None, rounding: Rounding | None = None
 ) -> Sorted:
-    """ids [n, k] int32; the experts [first, first + count) of this rank; x [n, size], which is to
-    be rounded, without groups."""
+    """ids [n, k] int32, of ``count`` experts; x [n, size], which is to be rounded, without
+    groups."""
     device, pairs, n = ids.device, ids.numel(), len(ids)
     size = 1 if x is None else x.shape[1]
     made = Sorted(
@@ -303,7 +296,6 @@ def sort_pairs(
         made.largest if static is None else static,
         *made,
         pairs,
-        first,
         0 if x is None else x.stride(0),
         COUNT=count,
         BINS=next_power_of_2(count + 1),
