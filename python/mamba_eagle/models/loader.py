@@ -68,9 +68,8 @@ def load_weights(
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
-    split: if the model is a rank's part of a larger one; of the files it reads only that part.
-
-    staging: to the model's device, if it has memory of its own.
+    split: if the model is a rank's part of a larger one. staging: to the model's device, if it has
+    memory of its own; without it a rank reads only its part of the files.
 
     rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
@@ -313,18 +312,20 @@ class Checkpoint:
     def tensors(
         self, parts: dict[str, Part], mapped_bytes: int, staging: Staging | None
     ) -> Iterator[Opened]:
-        """What a device needs as it is stored is there already, the rest in the host's memory."""
+        """What a device can take as it is stored is there already, and cut there: read whole by
+        threads, it comes sooner than a part by the page faults of one. The rest is in the host's
+        memory."""
 
         def is_staged(name: str) -> bool:
-            part, stored = parts[name], self.contents[name]
-            as_stored = part.cut is None and not part.packed and stored.dtype in DTYPES
-            return as_stored and stored.nbytes > 0
+            stored = self.contents[name]
+            return not parts[name].packed and stored.dtype in DTYPES and stored.nbytes > 0
 
         for staged, names in groupby(parts, is_staged):
             together = {name: parts[name] for name in names}
             if staged and staging is not None:
                 values = staging.tensors([self.contents[name] for name in together])
-                yield from map(Opened, together, values)
+                for (name, part), value in zip(together.items(), values):
+                    yield Opened(name, value if part.cut is None else part.cut.of(value))
             else:
                 yield from checkpoint_tensors(self.contents, together, mapped_bytes)
 

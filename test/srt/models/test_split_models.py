@@ -17,7 +17,7 @@ from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.place import Cuda
+from mamba_eagle.backend.place import Cuda, Host
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.layers.block import prepare_for_inference
@@ -31,6 +31,7 @@ from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import split_model
+from mamba_eagle.models.staging import Staging
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard, local, problems, split_heads
@@ -179,6 +180,22 @@ def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPa
     experts, moe = ranks[1].backbone.layers[1].mixer.experts, config.moe
     assert moe is not None
     assert experts.up_proj.shape[:2] == (moe.num_experts, moe.intermediate_size // 4)
+
+
+@pytest.mark.parametrize("name", ["nemotron-3-nano", "granite"])
+def test_a_rank_cuts_what_was_staged_as_what_it_reads_in_part(name: str, folder) -> None:
+    """Experts that are stored one by one, and stacked."""
+    path, host = folder(name), Host()
+    config = read_model_config(path)
+    make = model_class(config)
+    for rank in range(2):
+        found = []
+        for staging in (None, Staging(host.device, host.host_buffer, host.timestamp)):
+            shard = Shard(rank, 2)
+            model = make(local(config, shard)).requires_grad_(False)
+            load_weights(model, path, None, split_model(make, config, shard), staging)
+            found.append(model.state_dict())
+        assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in found)))
 
 
 @pytest.mark.parametrize(
