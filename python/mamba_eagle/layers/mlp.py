@@ -19,6 +19,13 @@ def gate_and_up(own: Span, width: int) -> Cut:
     return rows(own, Span(width + own.begin, width + own.end))
 
 
+def gated(both: Tensor, down: Linear, ops: LayerOps) -> Tensor:
+    """``down(silu(gate) * up)`` of the gate and up projections [n, 2 * size]."""
+    if down.rounding is None:
+        return down(ops.silu_and_mul(both))
+    return down(ops.rounded_silu_and_mul(both, down.rounding))
+
+
 class GatedMLP(Layer):
     """Three matrices and SiLU, named as in Llama: hidden [n, hidden_size] -> the same."""
 
@@ -58,7 +65,7 @@ class GatedMLP(Layer):
 
     def forward(self, hidden: Tensor | Rounded) -> Tensor:
         if self._both:
-            return self.down_proj(self._ops.silu_and_mul(self._both[0](hidden)))
+            return gated(self._both[0](hidden), self.down_proj, self._ops)
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
@@ -84,7 +91,7 @@ class PackedGatedMLP(Layer):
         return self.input_linear, self.output_linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_linear(self._ops.silu_and_mul(self.input_linear(hidden)))
+        return gated(self.input_linear(hidden), self.output_linear, self._ops)
 
 
 class ReluSquaredMLP(Layer):

@@ -163,6 +163,9 @@ class LayerOps:
     def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:
         return self.round(self.relu_squared(x), rounding)
 
+    def rounded_silu_and_mul(self, both: Tensor, rounding: Rounding) -> Rounded:
+        return self.round(self.silu_and_mul(both), rounding)
+
     def rounded_gated_group_rms_norm(
         self,
         y: Tensor,

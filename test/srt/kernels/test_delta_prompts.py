@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,7 +21,8 @@ from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, Stretches, TorchScan
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.delta_rule import naive
-from mamba_eagle.kernels.delta_rule.triton_states import states
+from mamba_eagle.kernels.delta_rule.triton_heads import chunk_inputs
+from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.delta_rule import DeltaRule
@@ -185,6 +187,27 @@ def test_scans_of_fla_are_the_recurrence(name: str) -> None:
         for end in accumulate(own):
             assert relative_error(next(found), nodes[end - 1].state) < 4 * limit
         first = span.stop
+
+
+@runs_kernels
+@pytest.mark.parametrize("head_dim", [16, 40], ids=["whole", "not-a-multiple"])
+def test_what_chunks_are_made_of(head_dim: int) -> None:
+    """Rows of a wider product; values whose last part is not whole."""
+    H, G, N, lengths = 3, 3, 32, [[70, 65], [3]]
+    stretches, draw = Stretches.of(lengths, triton_backend().place), Draw(0)
+    n, keys, values = sum(map(sum, lengths)), G * N, H * head_dim
+    wide, gates = draw.normal(n, 2 * keys + values + 8).float(), draw.normal(n, 2 * H).float()
+    given = (wide.to(DEVICE)[:, 8:], gates.to(DEVICE), stretches.starts, CHUNK, (G, N), 1e-6)
+    q, k, v, g, beta = (part.cpu() for part in chunk_inputs(*given))
+    for found, flat in zip((q, k), wide[:, 8:].double().split(keys, dim=1)):
+        each = flat.unflatten(1, (G, N))
+        wanted = each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(v, wide[:, 8 + 2 * keys :].unflatten(1, (H, head_dim)))
+    assert torch.equal(beta, gates[:, H:])
+    for begin, end in pairwise(stretches.starts.tolist()):
+        wanted = gates[begin:end, :H].double().cumsum(0) / math.log(2)
+        torch.testing.assert_close(g[begin:end].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @runs_kernels

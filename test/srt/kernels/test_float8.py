@@ -19,9 +19,10 @@ from mamba_eagle.kernels.float8.torch import (
     to_e4m3,
     widened,
 )
-from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
+from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.kernels.relu_squared.naive import relu_squared
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
+from mamba_eagle.kernels.silu_gate.naive import silu_and_mul
 from mamba_eagle.quantization.matrix import Float8Matrix
 
 test_in_the_interpreter = all_in_the_interpreter(
@@ -89,9 +90,9 @@ def test_rounding(form: str, scale: float | None, group: int, dtype: torch.dtype
 # ── rounding at the end of norms and activations ──
 
 
-def check_rounded(found: Rounded, exact: Tensor, static: float | None) -> None:
+def check_rounded(found: Rounded, exact: Tensor, static: float | None, group: int = 0) -> None:
     """``exact`` [n, size] float64, rounded; a number next to a tie may fall to either side."""
-    values, scales = naive.rounded(exact, static)
+    values, scales = naive.rounded(exact, static, group)
     torch.testing.assert_close(
         found.scale.cpu().double(), scales[: len(found.scale)], rtol=1e-5, atol=0
     )
@@ -149,6 +150,34 @@ def test_rounded_gated_norm(form: str, groups: int, static: float | None) -> Non
     given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
     found = rounded_gated_norm(*given, groups, EPS, make_rounding(form, static))
     check_rounded(found, exact, static)
+
+
+@only_triton
+@pytest.mark.parametrize("norm_first", [False, True], ids=["gate-first", "norm-first"])
+def test_rounded_gated_norm_in_groups(form: str, norm_first: bool) -> None:
+    """Each group of a norm has a scale of its own."""
+    from mamba_eagle.kernels.gated_norm.triton import rounded_gated_norm
+
+    y, wide = normal(9, 384), normal(9, 392, seed=1)
+    weight = normal(128 if norm_first else 384, seed=2)
+    if norm_first:
+        exact = head_norm_then_gate(y, wide[:, 4:-4], weight, EPS)
+    else:
+        exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 128, EPS)
+    device = device_of(form)
+    given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
+    found = rounded_gated_norm(*given, 3, EPS, Rounding(None, 128), norm_first)
+    check_rounded(found, exact, None, 128)
+
+
+@only_triton
+@pytest.mark.parametrize("size", [128, 1408])
+def test_rounded_silu_and_mul(form: str, size: int) -> None:
+    from mamba_eagle.kernels.silu_gate.triton import rounded_silu_and_mul
+
+    both = 4 * normal(3, 2 * size + 8)[:, 8:]
+    found = rounded_silu_and_mul(both.to(device_of(form)), Rounding(None, 128))
+    check_rounded(found, silu_and_mul(both), None, 128)
 
 
 # ── products ──

@@ -160,7 +160,7 @@ class DeltaPrefillContext(PlannedPrefill):
         return Saves(rows, slots, keys)
 
     def fixed(self, tokens: int, requests: int) -> None:
-        return None  # the host divides each prompt among waves
+        return None  # the host divides each prompt into stretches
 
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         assert isinstance(layer, DeltaRule)

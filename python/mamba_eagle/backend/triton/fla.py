@@ -1,27 +1,25 @@
 """Scans of prompts by fla-core, an optional package of Triton kernels in the chunked WY form.
 
-What a chunk's tokens do to each other and what they read from its first state is its. The walk from
-state to state is ours: the package's has no float32 states inside of a sequence, and a launch for
-each of 32 saved states made two thirds of a long prompt's time.
+What a chunk's tokens do to each other and what they read from its first state is its. Ours are what
+these are made of, in one launch and not eight, and the walk from state to state: the package's has
+no float32 states inside of a sequence, and a launch for each of 32 saved states made two thirds of
+a long prompt's time.
 """
 
 from __future__ import annotations
 
 import sys
 
-import torch
 import triton
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-from fla.ops.utils import chunk_local_cumsum
-from fla.ops.utils.constant import RCP_LN2
 from fla.ops.utils.index import prepare_chunk_indices
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
 from mamba_eagle.backend.triton.delta_prefill import DeltaScan, Stretches
+from mamba_eagle.kernels.delta_rule.triton_heads import chunk_inputs
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
-from mamba_eagle.kernels.rms_norm.triton import rms_norm
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
 from mamba_eagle.layers.recurrent import Inputs
 
@@ -49,14 +47,10 @@ def _distance(config: triton.Config) -> tuple[int, ...]:
 
 class FlaScan(DeltaScan):
     """All sequences at once, of rules with one decay per head. Decays and states are float32; keys,
-    what the chunks write and the states between chunks have the model's dtype.
-
-    Norms are ours: those of the package are tuned again for every few thousand tokens.
-    """
+    what the chunks write and the states between chunks have the model's dtype."""
 
     def __init__(self) -> None:
         settle()
-        self._even: dict[int, Tensor] = {}  # by size: a norm's weight for rows of length 1
         self._last: tuple[Stretches, dict[str, Tensor]] | None = None  # of the layer before
 
     def _chunks(self, stretches: Stretches) -> dict[str, Tensor]:
@@ -70,23 +64,13 @@ class FlaScan(DeltaScan):
     def scan(
         self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        c = layer.config
-        q, k, v = inputs.convolved.split([c.key_size, c.key_size, c.inner_size], dim=1)
-        g, beta = inputs.gates.split([c.decay_size, c.num_heads], dim=1)
-        q, k = self._keys(q, c.state_size)[None], self._keys(k, c.state_size)[None]
-        v = v.unflatten(1, (c.num_heads, -1))[None].contiguous()
+        keys = layer.config.num_groups, layer.config.state_size
+        made = chunk_inputs(*inputs, stretches.starts, CHUNK, keys, L2_EPS)
+        q, k, v, g, beta = (each[None] for each in made)
         given = self._chunks(stretches)
-        g = chunk_local_cumsum(g[None].contiguous(), CHUNK, scale=RCP_LN2, **given)
-        own = {"g": g, "beta": beta[None].contiguous(), "chunk_size": CHUNK}
-        w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, **own, **given)
+        w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g=g, beta=beta, chunk_size=CHUNK, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
-        first, value, ends = states(k[0], w[0], u[0], g[0], state, where, stretches.requests[-1])
+        walk = states(made.k, w[0], u[0], made.g, state, where, stretches.requests[-1])
+        first, value, ends = walk
         y = chunk_fwd_o(q, k, value[None], first[None], g, state_v_first=True, **given)
         return y[0].flatten(1), ends
-
-    def _keys(self, flat: Tensor, size: int) -> Tensor:
-        """[n, G·size] -> [n, G, size], of length 1."""
-        if size not in self._even:
-            self._even[size] = torch.full((size,), size**-0.5, device=flat.device)
-        rows = flat.reshape(-1, size)
-        return rms_norm(rows, self._even[size], L2_EPS / size).view(len(flat), -1, size)

@@ -22,7 +22,7 @@ from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_
 from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
-from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
+from mamba_eagle.kernels.silu_gate.triton import rounded_silu_and_mul, silu_and_mul
 from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
@@ -62,7 +62,7 @@ class TritonOps(CudaOps):
         rotate_(q, cos, sin, k, norms)
         return q, k
 
-    # ── float8; scales of groups of channels are not fused ──
+    # ── float8; of what has scales by groups of channels, gates alone are fused ──
 
     def rounded_rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
@@ -83,6 +83,11 @@ class TritonOps(CudaOps):
             return super().rounded_relu_squared(x, rounding)
         return rounded_relu_squared(x, rounding)
 
+    def rounded_silu_and_mul(self, both: Tensor, rounding: Rounding) -> Rounded:
+        if not rounding.group:
+            return super().rounded_silu_and_mul(both, rounding)
+        return rounded_silu_and_mul(both, rounding)
+
     def rounded_gated_group_rms_norm(
         self,
         y: Tensor,
@@ -92,7 +97,7 @@ class TritonOps(CudaOps):
         eps: float,
         rounding: Rounding,
     ) -> Rounded:
-        if rounding.group:
+        if rounding.group not in (0, group_size):
             given = (y, gate, weight, group_size, eps, rounding)
             return super().rounded_gated_group_rms_norm(*given)
         groups = y.shape[1] // group_size
@@ -101,7 +106,7 @@ class TritonOps(CudaOps):
     def rounded_head_norm_then_gate(
         self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding
     ) -> Rounded:
-        if rounding.group:
+        if rounding.group not in (0, len(weight)):
             return super().rounded_head_norm_then_gate(y, gate, weight, eps, rounding)
         groups = y.shape[1] // len(weight)
         return rounded_gated_norm(y, gate, weight, groups, eps, rounding, norm_first=True)

@@ -36,13 +36,15 @@ def _gated_norm_kernel(
     weight,  # [size]; [GROUP] if NORM_FIRST
     static,  # [1, 1], read if ROUNDED and not DYNAMIC
     out,  # [n, size]; float8 if ROUNDED
-    scales,  # [n, 1], written if DYNAMIC
+    scales,  # [n, 1] or, if not OF_ROW, [n, groups], written if DYNAMIC
     n,
     y_stride,
     gate_stride,
+    scale_stride,  # from group to group
     eps,
     ROUNDED: tl.constexpr,
     DYNAMIC: tl.constexpr,
+    OF_ROW: tl.constexpr,  # whether lines are groups of a row
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a block
@@ -51,11 +53,11 @@ def _gated_norm_kernel(
     NORM_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A group of channels of LINES rows; or if ROUNDED LINES groups of a row: all of them, where
-    they have a scale together."""
+    """A group of channels of LINES rows; or LINES groups of a row: all of them, where they have a
+    scale together."""
     line, column = tl.arange(0, LINES), tl.arange(0, BLOCK)[None, :]
     # where lines do not fill the last program, it repeats the last one
-    if ROUNDED:
+    if OF_ROW:
         row = tl.program_id(0).to(tl.int64)
         group = tl.minimum(tl.program_id(1) * LINES + line, SIZE // GROUP - 1)
         channel = group[:, None] * GROUP + column
@@ -74,8 +76,12 @@ def _gated_norm_kernel(
         largest = tl.abs(normed[0] * w[0].to(tl.float32))
         for block in tl.static_range(1, BLOCKS):
             largest = tl.maximum(largest, tl.abs(normed[block] * w[block].to(tl.float32)))
-        scale = token_scale(tl.max(largest, 1), 0)
-        tl.store(scales + row, scale)
+        if OF_ROW:
+            scale = token_scale(tl.max(largest, 1), 0)
+            tl.store(scales + row, scale)
+        else:
+            scale = token_scale(largest, 1)[:, None]
+            tl.store(scales + tl.program_id(1) * scale_stride + row, scale)
     elif ROUNDED:
         scale = tl.load(static)
     for block in tl.static_range(BLOCKS):
@@ -92,13 +98,15 @@ def _gated_norm_kernel(
 class Config(NamedTuple):
     """How a norm is divided among programs. The result depends on it by rounding only."""
 
-    rows: int  # per program; of a norm in float8: 1
+    rows: int  # per program; of a norm in float8 without groups: 1
     warps: int
 
 
 def choose_config(group: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_step_kernels.py. The same for any number of
     rows, which is not known when kernels are built."""
+    if group <= 256:  # a row of a head is too little for a program
+        return Config(1024 // next_power_of_2(group), 4)
     return Config(1, max(1, min(16, next_power_of_2(group) // 512)))
 
 
@@ -117,19 +125,35 @@ def gated_norm(
     y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype. The last dimensions must be
     contiguous; gate may be a view of in_proj's output.
     """
-    n, size = y.shape
-    out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
+    out = torch.empty(y.shape, dtype=gate.dtype, device=y.device)
+    _launch_rows(y, gate, weight, out, None, num_groups, eps, norm_first, config)
+    return out
+
+
+def _launch_rows(
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scales: Tensor | None,
+    num_groups: int,
+    eps: float,
+    norm_first: bool,
+    config: Config | None,
+) -> None:
+    """Rows of a group at a time; with ``scales`` [n, num_groups] as float8."""
+    (n, size), in_groups = y.shape, scales is not None
     rows, warps = config or choose_config(size // num_groups)
-    grid = (cdiv(n, rows), num_groups)
-    _gated_norm_kernel[grid](
-        *(y, gate, weight, None, out, None, n, y.stride(0), gate.stride(0), eps),
+    stride = scales.stride(1) if scales is not None else 0
+    _gated_norm_kernel[(cdiv(n, rows), num_groups)](
+        *(y, gate, weight, None, out, scales, n, y.stride(0), gate.stride(0), stride, eps),
         **_sizes(size, num_groups, rows, norm_first),
-        ROUNDED=False,
-        DYNAMIC=False,
+        ROUNDED=in_groups,
+        DYNAMIC=in_groups,
+        OF_ROW=False,
         num_warps=warps,
         **overlapping(y.device),
     )
-    return out
 
 
 def _sizes(size: int, num_groups: int, lines: int, norm_first: bool) -> dict[str, int]:
@@ -161,18 +185,23 @@ def rounded_gated_norm(
     config: Config | None = None,
 ) -> Rounded:
     """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
-    program; with a static scale each has its own. rounding: without groups."""
+    program; with a static scale each has its own. rounding: without groups, or in the norm's."""
     n, size = y.shape
     out, dynamic = empty_rounded(n, size, rounding, y.device), rounding.scale is None
+    if rounding.group:
+        given = (y, gate, weight, out.values, out.scale, num_groups, eps, norm_first, config)
+        _launch_rows(*given)
+        return out
     groups = next_power_of_2(num_groups) if dynamic else 1
     sizes = _sizes(size, num_groups, groups, norm_first)
     config = config or choose_rounded_config(groups * sizes["BLOCK"] * sizes["BLOCKS"])
-    given = (out.scale, out.values, out.scale, None, y.stride(0), gate.stride(0), eps)
+    strides = (y.stride(0), gate.stride(0), 0)
     _gated_norm_kernel[(n, 1 if dynamic else num_groups)](
-        *(y, gate, weight, *given),
+        *(y, gate, weight, out.scale, out.values, out.scale, None, *strides, eps),
         **sizes,
         ROUNDED=True,
         DYNAMIC=dynamic,
+        OF_ROW=True,
         num_warps=config.warps,
         **overlapping(y.device),
     )

@@ -1,45 +1,70 @@
-"""The gate of an MLP in one pass, rounded once."""
+"""The gate of an MLP in one pass, rounded once, in the model's dtype or as float8."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
-BLOCK = 1024
+BLOCK = 1024  # channels of a program
+GROUP = 128  # of them that have a scale together
 
 
 @triton.jit
 def _silu_and_mul_kernel(
     both,  # [n, 2 * SIZE], rows both_stride apart
-    out,  # [n, SIZE]
+    out,  # [n, SIZE]; float8 if ROUNDED
+    scales,  # [n, groups], written if ROUNDED
     both_stride,
+    scale_stride,  # from group to group
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     previous_done(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < SIZE
     gate = tl.load(both + row * both_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * both_stride + SIZE + column, mask=inside, other=0.0)
-    tl.store(out + row * SIZE + column, silu(gate) * up.to(tl.float32), mask=inside)
+    value = silu(gate) * up.to(tl.float32)
+    if ROUNDED:
+        scale = token_scale(value, 1)
+        tl.store(scales + group * scale_stride + row, scale, mask=group * GROUP < SIZE)
+        value = to_e4m3(value / scale[:, None])
+    tl.store(out + row * SIZE + column, value, mask=inside)
 
 
 def silu_and_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up``: both [n, 2 * size], last dimension contiguous -> [n, size]."""
-    n, size = both.shape[0], both.shape[1] // 2
-    out = torch.empty(n, size, dtype=both.dtype, device=both.device)
+    out = torch.empty(len(both), both.shape[1] // 2, dtype=both.dtype, device=both.device)
+    _launch(both, out, None)
+    return out
+
+
+def rounded_silu_and_mul(both: Tensor, rounding: Rounding) -> Rounded:
+    """The same as float8. rounding: in groups of ``GROUP``."""
+    assert rounding.group == GROUP
+    out = empty_rounded(len(both), both.shape[1] // 2, rounding, both.device)
+    _launch(both, out.values, out.scale)
+    return out
+
+
+def _launch(both: Tensor, out: Tensor, scales: Tensor | None) -> None:
+    n, size = out.shape
     _silu_and_mul_kernel[(n, cdiv(size, BLOCK))](
-        both,
-        out,
-        both.stride(0),
+        *(both, out, scales, both.stride(0), 0 if scales is None else scales.stride(1)),
         SIZE=size,
         BLOCK=BLOCK,
+        GROUP=GROUP,
+        ROUNDED=scales is not None,
         num_warps=4,
         **overlapping(both.device),
     )
-    return out
