@@ -28,21 +28,23 @@ def settle() -> None:
     """Leave each kernel of the package one of the forms that it would try at its first launch: to
     build and to time all of them takes minutes of a first start, and the fastest one differs from
     start to start."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("fla.ops"):
+    for place, module in list(sys.modules.items()):
+        if not place.startswith("fla.ops"):
             continue
-        for kernel in list(vars(module).values()):
+        for name, kernel in list(vars(module).items()):
             while not isinstance(kernel, Autotuner) and hasattr(kernel, "fn"):
                 kernel = kernel.fn
             if isinstance(kernel, Autotuner):
-                kernel.configs = [min(kernel.configs, key=_distance)]
+                # of tiles of 16, which are not divided between warps: 349 µs in place of 648
+                warps = 1 if name == "chunk_gated_delta_rule_fwd_kkt_solve_kernel" else 4
+                kernel.configs = [min(kernel.configs, key=lambda each: _distance(each, warps))]
 
 
-def _distance(config: triton.Config) -> tuple[int, ...]:
-    """From tiles of 64, or of 32 values of a state, with 4 warps and 3 stages."""
+def _distance(config: triton.Config, warps: int) -> tuple[int, ...]:
+    """From tiles of 64, or of 32 values of a state, with 3 stages."""
     blocks = {"BK": 64, "BV": 64} if "BK" in config.kwargs else {"BV": 32}
     sizes = [abs(config.kwargs.get(name, size) - size) for name, size in blocks.items()]
-    return sum(sizes), abs(config.num_warps - 4), abs((config.num_stages or 3) - 3)
+    return sum(sizes), abs(config.num_warps - warps), abs((config.num_stages or 3) - 3)
 
 
 class FlaScan(DeltaScan):
