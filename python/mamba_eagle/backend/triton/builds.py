@@ -85,6 +85,8 @@ def _zeroed() -> Iterator[None]:
     def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **options: make(*args, **options).zero_()
 
+    with torch.device("cpu"):
+        torch.empty(0)  # now torch lists what heeds a default device, not while that is replaced
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
             make = getattr(owner, name)

@@ -15,7 +15,7 @@ from mamba_eagle.kernels.triton_math import previous_done
 BASE_2 = tl.constexpr(1.0 / math.log(2.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _heads_kernel(
     convolved,  # [n, CHANNELS], rows convolved_stride apart: queries, keys, values
     gates,  # [n, 2 * H] float32: decays, betas

@@ -50,7 +50,7 @@ def token_scale(x, axis: tl.constexpr):
     return tl.maximum(tl.max(tl.abs(x), axis) / _LARGEST, _SMALLEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def _round_kernel(
     x,  # [n, size], rows x_stride apart
     static,  # [1, 1], read if not DYNAMIC

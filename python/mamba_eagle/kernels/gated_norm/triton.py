@@ -29,7 +29,7 @@ def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr, NORM_FIRST:
     return normed
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "scale_stride"])
 def _gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart

@@ -14,7 +14,7 @@ BLOCK = 1024  # channels of a program
 GROUP = 128  # of them that have a scale together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _silu_and_mul_kernel(
     both,  # [n, 2 * SIZE], rows both_stride apart
     out,  # [n, SIZE]; float8 if ROUNDED

@@ -166,6 +166,17 @@ def test_what_was_compiled_before_is_not_launched_in_a_dry_run(
     assert launched == [False, True]
 
 
+def test_a_default_device_holds_for_all_constructors_after_a_dry_run() -> None:
+    """torch lists them once, when a default device first matters."""
+    known = torch.utils._device._device_constructors
+    known.cache_clear()  # as in a process that has not had one
+    with dry_run(), torch.device("meta"):
+        torch.ones(1)
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta and torch.empty_like(torch.zeros(1)).is_meta
+    assert torch.empty in known()
+
+
 @triton.autotune([triton.Config({}, num_warps=warps) for warps in (1, 2)], key=[])
 @triton.jit
 def _doubled(x):
