@@ -94,10 +94,9 @@ def of_parts(form: str, logits: Tensor, borders: tuple[int, ...], k: int) -> Top
     backend, told, first = backend_of(form), [], 0
     for own in logits.to(device_of(form)).tensor_split(borders, dim=1):
         if form == "triton":  # in several blocks
-            from mamba_eagle.kernels.top_log_probs.triton import best_of_blocks
             from mamba_eagle.kernels.top_parts.triton import packed
 
-            told.append(packed(best_of_blocks(own, k, first, block=32), None, lanes=1))
+            told.append(packed(own[:, None], first, None, None, k, block=32))
         else:
             told.append(backend.top_part(own[:, None], first, None, None, k))
         first += own.shape[1]

@@ -60,7 +60,7 @@ def found_by(form: str, made: Case, k: int) -> TopTokens:
     made = on_device(made, device_of(form))
     if form != "triton":
         return backend_of(form).top_noisy(*made, k)
-    from mamba_eagle.kernels.top_noisy import triton
+    from mamba_eagle.kernels.top_parts import triton
 
     return triton.top_noisy(*made, k, block=64)
 
@@ -163,7 +163,7 @@ def test_one_rank_finds_the_best_one(form: str, dtype: torch.dtype) -> None:
 @runs_kernels
 def test_what_fills_the_device_is_not_split_into_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program then takes a block for all lanes of a request."""
-    from mamba_eagle.kernels.top_noisy import triton
+    from mamba_eagle.kernels.top_parts import triton
 
     made = case(4, 3, 150, reduced=True)
     split = found_by("triton", made, 4)
@@ -197,7 +197,7 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
 @pytest.mark.parametrize("k", [0, 17, 11])
 def test_a_k_that_cannot_be_is_refused(k: int) -> None:
     made = on_device(case(1, 1, 10, reduced=False), DEVICE)
-    from mamba_eagle.kernels.top_noisy import triton
+    from mamba_eagle.kernels.top_parts import triton
 
     with pytest.raises(ValueError, match=f"k = {k}: must be between 1 and 16, and at most the 10"):
         triton.top_noisy(*made, k)

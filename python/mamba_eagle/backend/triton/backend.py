@@ -42,7 +42,6 @@ from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-from mamba_eagle.kernels.top_noisy.triton import best_of_blocks, top_noisy
 from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
@@ -237,18 +236,14 @@ class TritonBackend(Backend):
     def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
         if k > MAX_TOP:
             return super().top_noisy(logits, ids, noise, k)
-        return top_noisy(logits, ids, noise, k)
+        return parts.top_noisy(logits, ids, noise, k)
 
     def top_part(
         self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
     ) -> Tensor:
         if k > MAX_TOP:
             return super().top_part(logits, first, ids, noise, k)
-        if noise is None:
-            found = top.best_of_blocks(logits.flatten(0, 1), k, first)
-        else:
-            found = best_of_blocks(logits, ids, noise, k, first)
-        return parts.packed(found, noise, logits.shape[1])
+        return parts.packed(logits, first, ids, noise, k)
 
     def top_of_parts(
         self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int

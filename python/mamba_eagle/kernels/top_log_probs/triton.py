@@ -5,16 +5,12 @@ and for each block the sum of exponentials relative to its largest. The k best t
 parts with the largest maxima (of equal ones the first parts), which the second launch reads again.
 So the first takes few instructions per logit, and as long as its bytes.
 
-Where a rank has a part of the vocabulary, ``best_of_blocks`` finds the best tokens of each block.
-
 The best are found by taking out the largest key k times. The high half of a key is the logit, as an
 integer that orders like the float; its low half ranks lower token ids first, so that no two keys
 are equal.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +21,6 @@ from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
-BLOCK = 2048
 PART = 256  # tokens, of which one maximum is kept
 READ = 4096  # tokens of a program that finds maxima
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
@@ -49,35 +44,6 @@ def key_number(key):
 def key_value(key):
     rising = (key >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _block_kernel(
-    logits,  # [n, V], rows stride apart
-    keys,  # [n, blocks, K]
-    largest,  # [n, blocks] float32
-    total,  # [n, blocks] float32: of exp(logit - largest)
-    V,
-    stride,
-    first,  # the number of the first token
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    valid = token < V
-    x = tl.load(logits + row * stride + token, mask=valid, other=float("-inf")).to(tl.float32)
-    high = tl.max(x, 0)
-    base = tl.where(high == float("-inf"), 0.0, high)
-    at = row * tl.num_programs(0) + block
-    tl.store(largest + at, high)
-    tl.store(total + at, tl.sum(tl.exp(x - base), 0))
-    key = tl.where(valid, ranking_key(x, first + token), NO_KEY)
-    for rank in tl.static_range(K):
-        best = tl.max(key, 0)
-        tl.store(keys + at * K + rank, best)
-        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit
@@ -177,34 +143,6 @@ def _merge_kernel(
         tl.store(values + row * K + number, key_value(best) - high - log_total)
         tl.store(tokens + row * K + number, key_number(best))
         keys = tl.where(keys == best, NO_KEY, keys)
-
-
-class Blocks(NamedTuple):
-    """What was found in the blocks of some rows."""
-
-    keys: Tensor  # [n, blocks, k] int64, best first
-    largest: Tensor  # [n, blocks] float32
-    total: Tensor  # [n, blocks] float32: of exp(score - largest)
-
-    @classmethod
-    def empty(cls, n: int, blocks: int, k: int, device: torch.device) -> Blocks:
-        keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
-        return cls(keys, *(torch.empty(n, blocks, device=device) for _ in range(2)))
-
-
-def best_of_blocks(
-    logits: Tensor, k: int, first: int = 0, block: int = BLOCK, warps: int = 4
-) -> Blocks:
-    """The first launch. first: the number of the first token, where these are a part of the
-    vocabulary; a block with fewer than k tokens has keys that are none."""
-    n, V = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    block = max(block, next_power_of_2(k))
-    found = Blocks.empty(n, cdiv(V, block), k, logits.device)
-    _block_kernel[(found.keys.shape[1], n)](
-        logits, *found, V, logits.stride(0), first, K=k, BLOCK=block, num_warps=warps
-    )
-    return found
 
 
 def maxima_of(

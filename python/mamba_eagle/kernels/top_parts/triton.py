@@ -1,8 +1,14 @@
-"""The same in two launches more than a whole vocabulary takes: one joins the blocks of a rank and
-packs what it tells, one joins the ranks.
+"""The best tokens of a vocabulary in parts, as torch.py packs them: with noise (top_noisy) or none.
 
-A part's numbers are those of torch.py, but where noise is added, scores are ``logit + temperature ·
-noise`` as in top_noisy/triton.py, and totals are of differences divided by the temperature.
+A launch finds what each block of a rank's tokens tells. Another joins blocks or ranks: to the best
+tokens of all, or to what a rank tells the others.
+
+The noise is made where the logits are read, and is the same in all lanes of a request: where blocks
+and requests alone fill the device, one program takes a block for all lanes.
+
+Scores are ``logit + temperature · noise``, rounded as the sampler's kernels round them, and divided
+by the temperature only as differences from the best. So a drafter with the target's logits ranks
+tokens as the target does, at any temperature.
 """
 
 import torch
@@ -10,137 +16,257 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import next_power_of_2
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.top_log_probs.triton import LOW_HALF, NO_KEY, Blocks, key_number, key_value
+from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
+from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
+from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.top_log_probs.triton import (
+    LOW_HALF,
+    NO_KEY,
+    key_number,
+    key_value,
+    ranking_key,
+)
+from mamba_eagle.kernels.top_noisy import torch as definition
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-from mamba_eagle.kernels.top_noisy.triton import sharpness_of
+from mamba_eagle.kernels.triton_math import rounded_product
+
+BLOCK = 2048  # tokens
+COLDEST = tl.constexpr(definition.COLDEST)
+ONE_WAVE = 512  # programs that run at once on a large GPU
+
+# views of larger tensors may start at any offset: kernels do not specialize on alignment
+ANY_PLACE = ["slots", "positions"]
 
 
 @triton.jit
-def _row_sharpness(slots, temperatures, row, lanes, APART: tl.constexpr):
-    if slots is None:
-        return 1.0
-    else:
-        return sharpness_of(tl.load(temperatures + tl.load(slots + row // lanes) * APART))
+def _sharpness(temperature):
+    """By what differences of scores are multiplied before exp."""
+    return tl.where(temperature > 0.0, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
 
 
-@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["slots"])
-def _pack_kernel(
-    slots,  # [b] or None
-    temperatures,  # [R], APART from each other
-    keys,  # [n, blocks, K]
-    largest,  # [n, blocks] float32
-    total,  # [n, blocks] float32
-    out,  # [n, K + 1] int64
-    blocks,
-    lanes,
-    APART: tl.constexpr,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,  # padded
-    KEYS: tl.constexpr,  # blocks·K, padded
-):
-    row = tl.program_id(0).to(tl.int64)
-    sharpness = _row_sharpness(slots, temperatures, row, lanes, APART)
-    block = tl.arange(0, BLOCKS)
-    known = block < blocks
-    highs = tl.load(largest + row * blocks + block, mask=known, other=float("-inf"))
-    sums = tl.load(total + row * blocks + block, mask=known, other=0.0)
-    high = tl.max(highs, 0)
-    base = tl.where(high == float("-inf"), 0.0, high)
-    log_total = tl.log(tl.sum(sums * tl.exp((highs - base) * sharpness), 0))
+@triton.jit
+def _total(high, log_total):
+    """What stands after the keys."""
     bits = high.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    bits = bits | (log_total.to(tl.int32, bitcast=True).to(tl.int64) & LOW_HALF)
-    tl.store(out + row * (K + 1) + K, bits)
-    place = tl.arange(0, KEYS)
-    key = tl.load(keys + row * blocks * K + place, mask=place < blocks * K, other=NO_KEY)
-    for rank in tl.static_range(K):
-        best = tl.max(key, 0)
-        tl.store(out + row * (K + 1) + rank, best)
-        key = tl.where(key == best, NO_KEY, key)
+    return bits | (log_total.to(tl.int32, bitcast=True).to(tl.int64) & LOW_HALF)
 
 
-@triton.jit(do_not_specialize=["n", "lanes"], do_not_specialize_on_alignment=["slots"])
-def _merge_kernel(
-    ids,  # [V'] int64, the target's tokens, or None
-    slots,  # [b] or None
+@triton.jit(do_not_specialize=["lanes", "first"], do_not_specialize_on_alignment=ANY_PLACE)
+def _block_kernel(
+    logits,  # [b·lanes, V], rows stride apart
+    ids,  # [V] int64, the target's tokens, or None
+    slots,  # [b], or None: no noise
+    positions,  # [b]
     temperatures,  # [R], APART from each other
-    parts,  # [ranks, n, K + 1] int64
-    values,  # [n, K], out
-    tokens,  # [n, K], out
-    n,
-    ranks,
+    seeds,  # [R], SEEDS_APART
+    told,  # [b·lanes, blocks, K + 1] int64, out
+    V,
+    stride,
     lanes,
+    first,  # the number of the first token
+    APART: tl.constexpr,
+    SEEDS_APART: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number = block * BLOCK + tl.arange(0, BLOCK)
+    valid = number < V
+    if slots is not None:
+        slot = tl.load(slots + request)
+        temperature = tl.load(temperatures + slot * APART)
+        sharpness = _sharpness(temperature)
+        token = first + number
+        if ids is not None:
+            token = tl.load(ids + number, mask=valid, other=0).to(tl.int32)
+        noise_key = row_key(tl.load(seeds + slot * SEEDS_APART), tl.load(positions + request))
+        noise = rounded_product(gumbel_of(token_bits(noise_key, token)), temperature)
+    for lane in range(tl.program_id(2), lanes, tl.num_programs(2)):
+        row = request * lanes + lane
+        x = tl.load(logits + row * stride + number, mask=valid, other=float("-inf"))
+        score = x.to(tl.float32)
+        if slots is not None:
+            score += noise
+        high = tl.max(score, 0)
+        gap = score - tl.where(high == float("-inf"), 0.0, high)
+        if slots is not None:
+            gap *= sharpness
+        at = told + (row * tl.num_programs(0) + block) * (K + 1)
+        tl.store(at + K, _total(high, tl.log(tl.sum(tl.exp(gap), 0))))
+        key = tl.where(valid, ranking_key(score, first + number), NO_KEY)
+        for rank in tl.static_range(K):
+            best = tl.max(key, 0)
+            tl.store(at + rank, best)
+            key = tl.where(key == best, NO_KEY, key)
+
+
+@triton.jit(
+    do_not_specialize=["parts", "lanes", "row_stride", "part_stride"],
+    do_not_specialize_on_alignment=["slots"],
+)
+def _join_kernel(
+    told,  # parts of n rows with K + 1 numbers each, int64
+    ids,  # [V'] int64, the target's tokens, or None
+    slots,  # [b], or None: no noise
+    temperatures,  # [R], APART from each other
+    packed,  # [n, K + 1] int64, out, or None
+    values,  # [n, K], out if not packed
+    tokens,  # [n, K], out if not packed
+    parts,
+    lanes,
+    row_stride,
+    part_stride,
     APART: tl.constexpr,
     K: tl.constexpr,
-    RANKS: tl.constexpr,  # padded
-    KEYS: tl.constexpr,  # ranks·K, padded
+    PARTS: tl.constexpr,  # padded
+    KEYS: tl.constexpr,  # parts·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
-    sharpness = _row_sharpness(slots, temperatures, row, lanes, APART)
-    rank = tl.arange(0, RANKS)
-    known = rank < ranks
-    last = tl.load(parts + (rank * n + row) * (K + 1) + K, mask=known, other=0)
+    sharpness = 1.0
+    if slots is not None:
+        sharpness = _sharpness(tl.load(temperatures + tl.load(slots + row // lanes) * APART))
+    told += row * row_stride
+    part = tl.arange(0, PARTS)
+    known = part < parts
+    last = tl.load(told + part * part_stride + K, mask=known, other=0)
     highs = (last >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     highs = tl.where(known, highs, float("-inf"))
     logs = (last & LOW_HALF).to(tl.int32).to(tl.float32, bitcast=True)
     high = tl.max(highs, 0)
     base = tl.where(high == float("-inf"), 0.0, high)
     log_total = tl.log(tl.sum(tl.exp((highs - base) * sharpness + logs), 0))
+    if packed is not None:
+        tl.store(packed + row * (K + 1) + K, _total(high, log_total))
     place = tl.arange(0, KEYS)
-    at = (place // K * n + row) * (K + 1) + place % K
-    key = tl.load(parts + at, mask=place < ranks * K, other=NO_KEY)
-    for number in tl.static_range(K):
+    at = told + place // K * part_stride + place % K
+    key = tl.load(at, mask=place < parts * K, other=NO_KEY)
+    for rank in tl.static_range(K):
         best = tl.max(key, 0)
-        token = key_number(best)
-        if ids is not None:
-            token = tl.load(ids + token)
-        tl.store(values + row * K + number, (key_value(best) - base) * sharpness - log_total)
-        tl.store(tokens + row * K + number, token)
+        if packed is not None:
+            tl.store(packed + row * (K + 1) + rank, best)
+        else:
+            token = key_number(best)
+            if ids is not None:
+                token = tl.load(ids + token)
+            tl.store(values + row * K + rank, (key_value(best) - base) * sharpness - log_total)
+            tl.store(tokens + row * K + rank, token)
         key = tl.where(key == best, NO_KEY, key)
 
 
-def packed(found: Blocks, noise: NoiseKeys | None, lanes: int) -> Tensor:
-    """What a rank tells of b·lanes rows, from their blocks: -> [b·lanes, k + 1] int64."""
-    n, blocks, k = found.keys.shape
-    out = torch.empty(n, k + 1, dtype=torch.int64, device=found.keys.device)
-    _pack_kernel[(n,)](
+def _of_blocks(
+    logits: Tensor,
+    first: int,
+    ids: Tensor | None,
+    noise: NoiseKeys | None,
+    k: int,
+    block: int,
+    warps: int = 4,
+) -> Tensor:
+    """What each block tells: [b, lanes, V'] -> [b·lanes, blocks, k + 1] int64. A block with fewer
+    than k tokens has keys that are none."""
+    b, lanes, V = logits.shape
+    flat = logits.flatten(0, 1)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    block = max(block, next_power_of_2(k))
+    blocks = cdiv(V, block)
+    told = torch.empty(b * lanes, blocks, k + 1, dtype=torch.int64, device=logits.device)
+    apart = lanes if b * lanes * blocks <= ONE_WAVE else 1
+    _block_kernel[(blocks, b, apart)](
+        flat,
+        ids,
         None if noise is None else noise.slots.contiguous(),
+        None if noise is None else noise.positions.contiguous(),
         None if noise is None else noise.temperatures,
-        *found,
-        out,
-        blocks,
+        None if noise is None else noise.seeds,
+        told,
+        V,
+        flat.stride(0),
         lanes,
+        first,
         APART=0 if noise is None else noise.temperatures.stride(0),
+        SEEDS_APART=0 if noise is None else noise.seeds.stride(0),
         K=k,
-        BLOCKS=next_power_of_2(blocks),
-        KEYS=next_power_of_2(blocks * k),
-        num_warps=1 if blocks * k <= 256 else 4,
+        BLOCK=block,
+        num_warps=warps,
     )
-    return out
+    return told
 
 
-def merged(parts: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int) -> TopTokens:
-    """Of all ranks' packed rows [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: [V'] int64, the
-    target's token of each; None: the same."""
-    ranks, n, k = parts.shape[0], parts.shape[1], parts.shape[2] - 1
-    shape, device = (n // lanes, lanes, k), parts.device
-    found = TopTokens(
-        torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device)
-    )
-    _merge_kernel[(n,)](
+def _joined(
+    told: Tensor,
+    noise: NoiseKeys | None,
+    lanes: int,
+    ids: Tensor | None = None,
+    packed: Tensor | None = None,
+    found: TopTokens | None = None,
+) -> None:
+    """The parts [n, parts, k + 1] int64 become one, in ``packed`` or ``found``."""
+    n, parts, k = told.shape[0], told.shape[1], told.shape[2] - 1
+    _join_kernel[(n,)](
+        told,
         ids,
         None if noise is None else noise.slots.contiguous(),
         None if noise is None else noise.temperatures,
-        parts.contiguous(),
-        *found,
-        n,
-        ranks,
+        packed,
+        *(found or (None, None)),
+        parts,
         lanes,
+        told.stride(0),
+        told.stride(1),
         APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
-        RANKS=next_power_of_2(ranks),
-        KEYS=next_power_of_2(ranks * k),
-        num_warps=1,
+        PARTS=next_power_of_2(parts),
+        KEYS=next_power_of_2(parts * k),
+        num_warps=1 if parts * k <= 256 else 4,
     )
+
+
+def _empty(lanes: int, k: int, n: int, device: torch.device) -> TopTokens:
+    shape = (n // lanes, lanes, k)
+    log_probs = torch.empty(shape, device=device)
+    return TopTokens(log_probs, torch.empty(shape, dtype=torch.int64, device=device))
+
+
+def top_noisy(
+    logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int, block: int = BLOCK, warps: int = 4
+) -> TopTokens:
+    """The k best guesses of each lane's sample, of equal scores the lower id first: [b, lanes, k].
+
+    Args:
+        logits: [b, lanes, V'] bfloat16, float16 or float32.
+        ids: [V'] int64, the target's token of each; None: the same.
+        block: a power of two.
+    Raises: ValueError if k is not in 1 … 16, or above V'.
+    """
+    b, lanes, V = logits.shape
+    if not 1 <= k <= min(MAX_TOP, V):
+        raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
+    told = _of_blocks(logits, 0, ids, noise, k, block, warps)
+    found = _empty(lanes, k, b * lanes, logits.device)
+    _joined(told, noise, lanes, ids, found=found)
+    return found
+
+
+def packed(
+    logits: Tensor,
+    first: int,
+    ids: Tensor | None,
+    noise: NoiseKeys | None,
+    k: int,
+    block: int = BLOCK,
+) -> Tensor:
+    """What a rank tells of its part of the vocabulary: [b, lanes, own V'] -> [b·lanes, k + 1]
+    int64. first: the number of its first token; ids: of its own alone."""
+    told = _of_blocks(logits, first, ids, noise, k, block)
+    out = torch.empty(len(told), k + 1, dtype=torch.int64, device=told.device)
+    _joined(told, noise, logits.shape[1], packed=out)
+    return out
+
+
+def merged(told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int) -> TopTokens:
+    """Of all ranks' packed rows [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: [V'] int64, the
+    target's token of each; None: the same."""
+    _, n, numbers = told.shape
+    found = _empty(lanes, numbers - 1, n, told.device)
+    _joined(told.contiguous().transpose(0, 1), noise, lanes, ids, found=found)
     return found
