@@ -337,7 +337,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     moe: MoEConfig | None = None
-    scale_group: int = 1  # neighbouring channels that share a scale in the checkpoint
+    # neighbouring channels that share a scale in the checkpoint: the same model may have others
+    scale_group: int = field(default=1, compare=False)
     head_tokens: Span | None = None  # the rows of lm_head of this rank; None: all
     stage: StagePart | None = None  # None: all layers. blocks are the whole model's in any case
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

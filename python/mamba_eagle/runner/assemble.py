@@ -131,6 +131,8 @@ def refill(runner: ModelRunner, config: EngineConfig) -> bool:
     model, backend, ranks = runner.model, runner.backend, runner.parts.ranks
     began = time.perf_counter()
     whole = read_model_config(config.model_path)
+    if whole.scale_group != model.config.scale_group:
+        return False  # ranks have other parts of it
     split = split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)
     load, make = Loader(config, backend), partial(model_class(whole), model.config)
     if not load.refill(model, make, config.model_path, split):

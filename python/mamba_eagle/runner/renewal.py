@@ -177,9 +177,15 @@ def update_problems(new: EngineConfig, old: EngineConfig) -> list[str]:
         absent = [path for path in folders if path and not Path(path).exists()]
         if absent:
             return [f"{shown(path)}: there is no such folder on the server" for path in absent]
-        sizes = read_model_config(new.model_path)
-        if sizes != read_model_config(old.model_path):
+        sizes, served = read_model_config(new.model_path), read_model_config(old.model_path)
+        if sizes != served:
             return [f"{new.model_path}: its config.json is that of another model"]
+        if new.tp_size > 1 and new.adapter_slots and sizes.scale_group != served.scale_group:
+            return [
+                f"{new.model_path}: {sizes.scale_group} channels share a scale, and "
+                f"{served.scale_group} do in what is served, so ranks would need other parts of "
+                "their adapters: start a server with it"
+            ]
         wrong = weight_problems(lambda: model_class(sizes)(sizes), new.model_path)
         if new.speculative_algorithm != "NONE":
             source = draft_source(new.speculative_algorithm)

@@ -1,13 +1,15 @@
 """A model whose weights are replaced in their places is one that starts with the new ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cache_rig import runner_of
-from derived_weights import Seen, made_of_weights, weights_in
+from derived_weights import Seen, made_of_weights, texts, weights_in
 from peer_models import make_peer
+from published import write_published
 from rollout_rig import shaken
 from safetensors.torch import load_file, save_file
 from tensor_checks import torch_path
@@ -25,7 +27,7 @@ from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.refill import tensors_in
-from mamba_eagle.runner.renewal import Renewal
+from mamba_eagle.runner.renewal import Renewal, update_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["nemotron-3-nano", "qwen3-next", "lfm2"]  # stacked, fused, tied
@@ -130,6 +132,32 @@ def test_nothing_of_a_runner_is_left_of_the_old_weights(
         after = Seen(configs[1], runners[0])
     assert after.texts == wanted.texts
     assert [way for way in ways if after.sums.get(way) != wanted.sums[way]] == []
+
+
+def test_ranks_take_other_parts_of_weights_whose_scales_are_those_of_blocks(tmp_path: Path) -> None:
+    """Of 80 channels 40 each, and then 32 and 48: the same model in other bits."""
+    sizes = {"moe_intermediate_size": 80, "shared_expert_intermediate_size": 80}
+    folders = [tmp_path / "plain", tmp_path / "blocks"]
+    make_peer("qwen3-next", **sizes).save_pretrained(folders[0])
+    write_published(folders[1], "qwen3-next", "fp8-block", **sizes)
+    values = {"max_total_tokens": 500, "speculative_algorithm": "NONE", "max_running_requests": 4}
+    values |= {"device": "cpu", "tp_size": 2}
+    configs = [resolve(EngineConfig(model_path=str(each), **values)) for each in folders]
+    with torch_path():
+        ranks, wanted = (runner_of(config) for config in configs)
+        expected = [texts(*pair, seed=1) for pair in zip(configs, (ranks, wanted))]
+        assert expected[0] != expected[1]
+        renewals = [captured(runner) for runner in ranks.runners]
+        for number in (1, 0):
+            change = weights_in(folders[number])
+            done = ranks.ranks.run(lambda g, c=change: renewals[g.number].change(c, lambda: None))
+            assert done == ["", ""]
+            ranks.runners = [renewal.runner for renewal in renewals]
+            assert texts(configs[number], ranks, seed=1) == expected[number]
+    with_adapters = [replace(config, max_loras=2) for config in configs]
+    (wrong,) = update_problems(with_adapters[1], with_adapters[0])
+    assert "32 channels share a scale, and 1 do" in wrong and "parts of their adapters" in wrong
+    assert not update_problems(*(replace(config, tp_size=1) for config in with_adapters))
 
 
 def test_a_runner_is_replaced_whose_weights_have_no_places_of_their_own(tmp_path: Path) -> None:
