@@ -122,6 +122,16 @@ KINDS = (
         num_nextn_predict_layers adapter_rank max_window_layers dspark_draft_topk""",
     ),
     Kind(
+        "a whole number from -1 on",
+        lambda value: _is_whole(value, -1),
+        "group_size q_group_size",
+    ),
+    Kind(
+        "two whole numbers from 1 on",
+        lambda value: _all(value, lambda one: _is_whole(one, 1)) and len(value) == 2,
+        "weight_block_size",
+    ),
+    Kind(
         "a whole number from 1 on, or 'auto'",
         lambda value: value == "auto" or _is_whole(value, 1),
         "mamba_d_head",

@@ -60,6 +60,22 @@ def test_every_wrong_value_is_named_with_its_file(tmp_path: Path, name: str, odd
     assert all(f"{key} = {json.dumps(odd)}: must" in text for key in wrong)
 
 
+@pytest.mark.parametrize(
+    ("method", "key", "odd"),
+    [
+        ("fp8", "weight_block_size", [0, 0]),
+        ("fp8", "weight_block_size", 128),
+        ("fp8", "weight_block_size", ["128", "128"]),
+        ("gptq", "group_size", "128"),
+        ("awq", "q_group_size", 64.0),
+    ],
+)
+def test_groups_of_scales_that_cannot_be_are_named(method: str, key: str, odd: Any) -> None:
+    quantization = {"quant_method": method, "bits": 4, key: odd}
+    with pytest.raises(UnsupportedModel, match=f"quantization_config.{key} = .*must be "):
+        parse_config({**config_of("llama"), "quantization_config": quantization})
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_null_is_a_key_that_is_missing(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config_of(name), "vocab_size": None}))
