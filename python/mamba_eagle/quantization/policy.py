@@ -27,6 +27,11 @@ class Policy(NamedTuple):
     lm_head: bool = False
     block: int = 0  # of what becomes float8, as in ``quantized``
 
+    @property
+    def group(self) -> int:
+        """Columns that a part of a matrix has a multiple of, if it is to be rounded; 1: none is."""
+        return {"fp8": MULTIPLE, "nvfp4": MULTIPLE, "int8": GROUP, "int4": GROUP}.get(self.mode, 1)
+
     def keeps(self, matrix: Matrix, supported: bool) -> bool:
         """Whether a stored matrix stays as it is. supported: by the products of this device."""
         if self.mode == "none":

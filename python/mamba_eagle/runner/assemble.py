@@ -18,7 +18,7 @@ from mamba_eagle.message import RunnerReady, TierSizes
 from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
-from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
@@ -32,6 +32,7 @@ from mamba_eagle.runner.loading import (
     draft_source_for,
     give_back_freed_memory,
     split_of,
+    whole_model,
 )
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import MemoryPlan, memory_table, plan_memory, size_text
@@ -71,7 +72,7 @@ def assemble(
     Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
     """
     group, stages = ranks.group, ranks.stages
-    whole = read_model_config(config.model_path)
+    whole = whole_model(config)
     wrong = split_problems(whole, group.size) + size_problems(whole, stages.size)
     if config.enable_return_routed_experts and (whole.moe is None or stages.size > 1):
         wrong.append("--enable-return-routed-experts: needs experts, and --pp-size 1: leave it out")
@@ -130,7 +131,7 @@ def refill(runner: ModelRunner, config: EngineConfig) -> bool:
     """
     model, backend, ranks = runner.model, runner.backend, runner.parts.ranks
     began = time.perf_counter()
-    whole = read_model_config(config.model_path)
+    whole = whole_model(config)
     if whole.scale_group != model.config.scale_group:
         return False  # ranks have other parts of it
     split = split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)

@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from math import lcm
 from typing import TypeVar
 
 import torch
@@ -30,7 +32,7 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config_json import read_values
 from mamba_eagle.models.loader import created_as, load_weights, random_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.models.staging import Staging
@@ -77,6 +79,16 @@ def draft_source_for(
         raise ConfigError(wrong)
     source.divide(shard, backend)
     return source
+
+
+def whole_model(config: EngineConfig) -> ModelConfig:
+    """The target's config, whose ranks divide no group of channels that is to share a scale:
+    neither the checkpoint's nor those that --quantization makes.
+
+    Raises: FileNotFoundError, UnsupportedModel
+    """
+    whole = read_model_config(config.model_path)
+    return replace(whole, scale_group=lcm(whole.scale_group, Policy(config.quantization).group))
 
 
 def split_of(whole: ModelConfig, shard: Shard, num_stages: int, dtype: torch.dtype) -> Split | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rig import runner_of
 from peer_models import PEERS, VOCAB, make_peer
 from published import BLOCK, GROUP, write_published
 from safetensors.torch import save_file
@@ -46,6 +47,7 @@ from mamba_eagle.parallel.stages import (
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.quantization.matrix import Float8Matrix
 from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -478,6 +480,24 @@ def test_experts_of_few_bits_are_split_with_their_scales(
 
         for found in ThreadRanks(size).run(work):
             assert relative_error(found, expected) <= MAX_ERROR
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_channels_are_divided_between_groups_that_are_to_share_a_scale(
+    mode: str, tmp_path: Path
+) -> None:
+    """Of 192 channels four ranks would have 48 each, which are no whole groups of 32."""
+    sizes = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 384}
+    make_peer("qwen3-next", **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    values = {"speculative_algorithm": "NONE", "device": "cpu", "max_total_tokens": 300}
+    config = EngineConfig(model_path=str(tmp_path), quantization=mode, tp_size=4, **values)
+    models = [runner.model for runner in runner_of(resolve(config)).runners]
+    mixtures = [model.parts.layers[0].mlp for model in models]
+    down = [mixture.experts.matrices["down_proj"] for mixture in mixtures]
+    shared = [mixture.shared_expert.down_proj.matrix for mixture in mixtures]
+    assert all(matrix.few_bits for matrix in (*down, *shared))
+    assert [matrix.shape[-1] for matrix in down] == [32, 64, 32, 64]
+    assert [matrix.shape[-1] for matrix in shared] == [96] * 4
 
 
 @pytest.mark.parametrize("block", [None, (8, 16)], ids=["scale-per-row", "scale-per-block"])
