@@ -132,7 +132,7 @@ def refill(runner: ModelRunner, config: EngineConfig) -> bool:
     model, backend, ranks = runner.model, runner.backend, runner.parts.ranks
     began = time.perf_counter()
     whole = whole_model(config)
-    if whole.scale_group != model.config.scale_group:
+    if ranks.group.size > 1 and whole.scale_group != model.config.scale_group:
         return False  # ranks have other parts of it
     split = split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)
     load, make = Loader(config, backend), partial(model_class(whole), model.config)
