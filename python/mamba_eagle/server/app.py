@@ -36,7 +36,7 @@ from mamba_eagle.server.apis.responses import route as responses
 from mamba_eagle.server.apis.responses.kept import ResponseStore
 from mamba_eagle.server.apis.rollouts import group, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
-from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.apis.sse import wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.at_reply import AtReply, counted, named, simulated
 from mamba_eagle.server.http.auth import KeyAuth
@@ -44,7 +44,7 @@ from mamba_eagle.server.http.origins import guard_origins
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
 from mamba_eagle.server.state import ServerState, State
-from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest
+from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest, Sample
 
 HEALTH_TIMEOUT = 20.0
 # Without a key: the page asks for it, and what there is to ask is not secret.
@@ -165,12 +165,16 @@ async def health_generate(request: Request, state: State) -> Response:
     live = LiveRequest(rid, [prompt])
     state.submit(live)
     try:
-        await asyncio.wait_for(wait_until_done(request, state.manager, live), HEALTH_TIMEOUT)
+        waiting = wait_for_success(request, state, live, error_of=_no_token)
+        await asyncio.wait_for(waiting, HEALTH_TIMEOUT)
     except asyncio.TimeoutError:
         raise RequestError(f"no token came within {HEALTH_TIMEOUT:.0f} s", 503) from None
-    if sample_error(live.samples[0]) is not None:
-        raise RequestError("the engine could not make a token", 503)
     return Response()
+
+
+def _no_token(sample: Sample) -> RequestError | None:
+    failed = sample.error is not None
+    return RequestError("the engine could not make a token", 503) if failed else None
 
 
 @get("/get_model_info")

@@ -52,7 +52,7 @@ async def embeddings(request: Request, state: State) -> Response:
     """A vector for each text or list of token ids of ``input``."""
     job = await state.read(request, parse_embeddings)
     state.submit(job)
-    await wait_for_success(request, state.manager, job)
+    await wait_for_success(request, state, job)
     return json_response(await _reply(job))
 
 

@@ -41,7 +41,7 @@ async def export_prefix(request: Request, state: Trusted) -> Response:
     sampling = replace(prompt.sampling, max_new_tokens=0, min_new_tokens=0)
     job.prompts = [replace(prompt, sampling=sampling)]
     state.submit(job)
-    await wait_for_success(request, state.manager, job)
+    await wait_for_success(request, state, job)
     path = _new_file(state)
     remove = BackgroundTask(path.unlink, missing_ok=True)
     try:

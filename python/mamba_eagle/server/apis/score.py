@@ -56,7 +56,7 @@ async def score(request: Request, state: State) -> Response:
     if not job.prompts:
         return json_response(_reply(job, []))
     state.submit(job)
-    await wait_for_success(request, state.manager, job)
+    await wait_for_success(request, state, job)
     return json_response(_reply(job, [sample.logprobs[0].named for sample in job.samples]))
 
 

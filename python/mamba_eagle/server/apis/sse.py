@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from mamba_eagle.server.bodies.reception import unless_gone, wait_for_disconnect
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.tokenizer.manager import TokenizerManager
+from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 DONE = b"data: [DONE]\n\n"
@@ -77,17 +78,19 @@ class Turn:
             self._until = time.monotonic() + TURN_SECONDS
 
 
-async def wait_until_done(
+async def wait_for_success(
     request: Request,
-    manager: TokenizerManager,
+    state: ServerState,
     live: LiveRequest,
     take: Callable[[Sample], None] | None = None,
+    error_of: Callable[[Sample], RequestError | None] = choice_error,
 ) -> None:
     """Returns at the end of the request.
 
     take: called now and then for a sample that has new logprobs or hidden states, and at
         its end.
-    Raises: RequestError 499 if the client left; then the request is aborted.
+    Raises: RequestError, that of the first sample that has one; 499 if the client left, and then
+        the request is aborted.
     """
     prompts = (sample.prompt for sample in live.samples)
     much = any(prompt.return_logprob or prompt.return_hidden_states for prompt in prompts)
@@ -96,18 +99,7 @@ async def wait_until_done(
         if await unless_gone(request, work) is None:
             raise RequestError("the client has left", 499)
     finally:
-        manager.release(live)
-
-
-async def wait_for_success(
-    request: Request,
-    manager: TokenizerManager,
-    live: LiveRequest,
-    take: Callable[[Sample], None] | None = None,
-    error_of: Callable[[Sample], RequestError | None] = choice_error,
-) -> None:
-    """``wait_until_done``. Raises: RequestError, that of the first sample that has one, too."""
-    await wait_until_done(request, manager, live, take)
+        state.manager.release(live)
     for error in filter(None, map(error_of, live.samples)):
         raise error
 
@@ -149,28 +141,28 @@ async def json_parts(parts: list[Callable[[], Any]]) -> list[msgspec.Raw]:
 
 
 class EventStream(Response):
-    """Streams ``events``, each a chunk of bytes, until they end or the client leaves.
+    """Streams ``events`` of a request, each a chunk of bytes, until they end or the client leaves,
+    and releases the request in any case.
 
-    ``close`` is called in any case, and releases the request. The status line waits for the
-    first event, so that what is refused at once gets a plain error reply, but no longer than
-    ``keep_alive`` seconds: from then on silence is broken by a comment that often, because
-    proxies and clients give up on a connection that says nothing. 0: never.
-    ``error_event``: an error that comes after the status line.
+    The status line waits for the first event, so that what is refused at once gets a plain error
+    reply, but no longer than ``--sse-keep-alive`` seconds: from then on silence is broken by a
+    comment that often, because proxies and clients give up on a connection that says nothing. 0:
+    never. ``error_event``: an error that comes after the status line.
     """
 
     def __init__(
         self,
+        state: ServerState,
+        live: LiveRequest,
         events: AsyncGenerator[bytes, None],
-        close: Callable[[], None],
-        keep_alive: float = 0.0,
         error_event: Callable[[RequestError], bytes] = lambda error: event(error.body()),
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # The length of a stream is not known.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self.events = events
-        self.close = close
-        self.keep_alive = keep_alive
+        self.close = partial(state.manager.release, live)
+        self.keep_alive = state.config.sse_keep_alive
         self.error_event = error_event
         self._started = False
         self._sending = False

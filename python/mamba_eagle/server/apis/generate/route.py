@@ -193,11 +193,9 @@ async def generate(request: Request) -> Response:
     replies = [kind(sample, tokenizer, job.body.return_text_in_logprobs) for sample in job.samples]
     as_list = job.body.is_batch or len(replies) > 1
     if job.body.stream:
-        events = stream_replies(state, job, as_list, replies)
-        keep_alive = state.config.sse_keep_alive
-        return EventStream(events, lambda: state.manager.release(job), keep_alive)
+        return EventStream(state, job, stream_replies(state, job, as_list, replies))
     await wait_for_success(
-        request, state.manager, job, lambda sample: replies[sample.index].take(), sample_error
+        request, state, job, lambda sample: replies[sample.index].take(), sample_error
     )
     parts = await json_parts([reply.as_dict for reply in replies])
     return json_response(parts if as_list else parts[0])

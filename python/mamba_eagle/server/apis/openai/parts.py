@@ -172,13 +172,9 @@ async def serve_parts(
     state.submit(job)
     written = Written(job)
     if job.body.stream:
-        return EventStream(
-            _stream(state, written, reply),
-            lambda: state.manager.release(job),
-            state.config.sse_keep_alive,
-            lambda error: named_event(reply.failed(error)),
-        )
-    await wait_for_success(request, state.manager, job)
+        events = _stream(state, written, reply)
+        return EventStream(state, job, events, lambda error: named_event(reply.failed(error)))
+    await wait_for_success(request, state, job)
     for _ in written.news():
         pass
     await _count(state, written, reply)

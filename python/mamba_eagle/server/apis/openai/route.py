@@ -50,11 +50,9 @@ async def _serve(
     choices = [kind(sample, tokenizer, job) for sample in job.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.body.stream:
-        events = _stream(state, job, choices, head)
-        keep_alive = state.config.sse_keep_alive
-        return EventStream(events, lambda: state.manager.release(job), keep_alive)
+        return EventStream(state, job, _stream(state, job, choices, head))
     await wait_for_success(
-        request, state.manager, job, lambda sample: choices[sample.index].take_logprobs()
+        request, state, job, lambda sample: choices[sample.index].take_logprobs()
     )
     given = best_of_each(choices, job.body.n)
     return json_response(

@@ -70,7 +70,7 @@ async def generate(request: Request, state: State) -> Response:
     """Token ids in, token ids out, with their logprobs if ``sampling_params.logprobs`` is given."""
     job = await state.read(request, parse_tokens)
     state.submit(job)
-    await wait_for_success(request, state.manager, job, error_of=sample_error)
+    await wait_for_success(request, state, job, error_of=sample_error)
     choices = [_choice(sample, state) for sample in job.samples]
     return json_response({"request_id": job.rid, "choices": choices, "usage": usage(job)})
 
