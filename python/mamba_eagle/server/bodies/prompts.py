@@ -105,14 +105,6 @@ class PromptReader:
         encoded = self.encode(texts, names)
         return [self.check(ids, name) for ids, name in zip(encoded, names)]
 
-    def text_list(self, value: Any, name: str) -> list[list[int]]:
-        """The prompts of a field that is a list of texts."""
-        limit_prompts(value, name)
-        texts = kinds.all_of(value, kinds.as_text)
-        if texts is None:
-            raise RequestError.about(name, value, "must be a string or a list of strings")
-        return self.prompts(texts, [f"{name}[{i}]" for i in range(len(texts))])
-
     def id_lists(self, value: list[Any], name: str) -> list[list[int]]:
         """The prompts of a field that is a list of lists of token ids."""
         limit_prompts(value, name)
@@ -132,7 +124,11 @@ class PromptReader:
         if not isinstance(value, list) or not value:
             raise RequestError.about(name, value, ANY_PROMPTS.must)
         if isinstance(value[0], str):
-            return self.text_list(value, name)
+            limit_prompts(value, name)
+            texts = kinds.all_of(value, kinds.as_text)
+            if texts is None:
+                raise RequestError.about(name, value, "must be a string or a list of strings")
+            return self.prompts(texts, [f"{name}[{i}]" for i in range(len(texts))])
         if isinstance(value[0], list):
             return self.id_lists(value, name)
         return [self.check(value, name)]

@@ -1,7 +1,7 @@
 """POST /v1/completions and /v1/chat/completions: OpenAI's replies from the same engine."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +22,7 @@ from mamba_eagle.server.apis.sse import (
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+from mamba_eagle.tokenizer.sample import Sample
 
 router = APIRouter()
 
@@ -60,7 +60,7 @@ async def _serve(
             **head,
             "object": choices[0].object_name,
             "choices": await json_parts([choice.whole for choice in given]),
-            "usage": usage(job),
+            "usage": usage(job.samples),
             **choices[0].of_reply(),
         }
     )
@@ -98,34 +98,25 @@ async def _stream(
             begun = True
             chunk = {**head, "choices": [piece]}
             if options.continuous_usage_stats:
-                chunk["usage"] = sample_usage(sample)
+                # Of the choice that the chunk is about, as vLLM and SGLang count.
+                chunk["usage"] = usage([sample])
             elif options.include_usage:
                 chunk["usage"] = None
             yield event(chunk)
     if options.include_usage:
-        yield event({**head, "choices": [], "usage": usage(job)})
+        yield event({**head, "choices": [], "usage": usage(job.samples)})
     yield DONE
 
 
-def usage(live: LiveRequest) -> dict[str, Any]:
-    """Prompts count once, however many samples each has."""
-    prompts = {id(sample.prompt): len(sample.prompt.token_ids) for sample in live.samples}
-    cached = {id(sample.prompt): sample.last.cached_tokens for sample in reversed(live.samples)}
+def usage(samples: Sequence[Sample]) -> dict[str, Any]:
+    """So far. Prompts count once, however many samples each has."""
+    prompts = {id(sample.prompt): len(sample.prompt.token_ids) for sample in samples}
+    cached = {id(sample.prompt): sample.last.cached_tokens for sample in reversed(samples)}
     prompt_tokens = sum(prompts.values())
-    completion_tokens = sum(len(sample.output_ids) for sample in live.samples)
-    return _usage(prompt_tokens, completion_tokens, sum(cached.values()))
-
-
-def sample_usage(sample: Sample) -> dict[str, Any]:
-    """So far, of one choice: what the chunk that carries it is about, as vLLM and SGLang count."""
-    prompt_tokens = len(sample.prompt.token_ids)
-    return _usage(prompt_tokens, len(sample.output_ids), sample.last.cached_tokens)
-
-
-def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    completion_tokens = sum(len(sample.output_ids) for sample in samples)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
     }

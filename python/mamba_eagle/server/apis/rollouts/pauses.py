@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import MEMORY_TAGS, shown
 from mamba_eagle.message import ChangeModel, Continue, Pause, PauseMode
@@ -146,23 +146,18 @@ def _checked(tags: Sequence[str]) -> list[str]:
     return sorted(set(tags)) or list(MEMORY_TAGS)
 
 
-async def _tags(request: Request, state: Trusted) -> list[str]:
-    return _checked((await state.read_control(request, TagsBody)).tags)
-
-
-Tags = Annotated[list[str], Depends(_tags)]
-
-
 @router.post("/release_memory_occupation", openapi_extra=takes(TagsBody))
-async def release_memory_occupation(state: Trusted, tags: Tags) -> Response:
+async def release_memory_occupation(request: Request, state: Trusted) -> Response:
     """The weights and pools are freed; requests wait until all of it is resumed."""
+    tags = _checked((await state.read_control(request, TagsBody)).tags)
     await _change(state, ChangeModel(release=tags))
     return json_response({"success": True, "released": tags})
 
 
 @router.post("/resume_memory_occupation", openapi_extra=takes(TagsBody))
-async def resume_memory_occupation(state: Trusted, tags: Tags) -> Response:
+async def resume_memory_occupation(request: Request, state: Trusted) -> Response:
     """Once nothing is released any more, the weights are read again and requests go on."""
+    tags = _checked((await state.read_control(request, TagsBody)).tags)
     await _change(state, ChangeModel(resume=tags))
     return json_response({"success": True, "resumed": tags})
 

@@ -72,7 +72,7 @@ async def generate(request: Request, state: State) -> Response:
     state.submit(job)
     await wait_for_success(request, state, job, error_of=sample_error)
     choices = [_choice(sample, state) for sample in job.samples]
-    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(job)})
+    return json_response({"request_id": job.rid, "choices": choices, "usage": usage(job.samples)})
 
 
 def _choice(sample: Sample, state: ServerState) -> dict[str, Any]:
