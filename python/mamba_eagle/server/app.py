@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -37,9 +38,9 @@ from mamba_eagle.server.apis.responses.kept import ResponseStore
 from mamba_eagle.server.apis.rollouts import group, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import wait_for_success
-from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.errors import Checked, RequestError, json_response
 from mamba_eagle.server.http.at_reply import AtReply, counted, named, simulated
-from mamba_eagle.server.http.auth import KeyAuth
+from mamba_eagle.server.http.auth import need_key
 from mamba_eagle.server.http.origins import guard_origins
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.page import files as page
@@ -48,7 +49,7 @@ from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest, Sample
 
 HEALTH_TIMEOUT = 20.0
 # Without a key: the page asks for it, and what there is to ask is not secret.
-OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
+OPEN_PATHS = {*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping"}
 ROOMS = (
     *(generate, openai, responses, anthropic, score, embeddings),
     *(tokens, cache, control, pauses, group, weights),
@@ -99,7 +100,8 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _internal_error)
     if state.api_keys:
         admin = [state.config.admin_api_key] if state.config.admin_api_key else []
-        app.add_middleware(KeyAuth, keys=[*state.api_keys, *admin], open_paths=OPEN_PATHS)
+        keys = [*state.api_keys, *admin]
+        app.add_middleware(Checked, check=partial(need_key, keys=keys, open_paths=OPEN_PATHS))
     guard_origins(app, state.config)
     app.add_middleware(PlainPaths, root_path=state.config.root_path)
     app.add_middleware(AtReply, begin=named)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.errors import RequestError
@@ -55,25 +55,12 @@ def key_of(request: Request) -> str:
     return request.scope.get(KEY_IN_SCOPE) or ""
 
 
-class KeyAuth:
-    """Lets through what carries a key, and what is open. Plain ASGI: streams pass untouched."""
-
-    def __init__(self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str]) -> None:
-        self.app = app
-        self.open_paths = frozenset(open_paths)
-        self.keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        open_to_all = scope["type"] != "http" or scope["path"] in self.open_paths
-        answer: ASGIApp = self.app
-        try:
-            if not open_to_all:
-                scope[KEY_IN_SCOPE] = carried_key(scope, self.keys)
-                if scope[KEY_IN_SCOPE] is None:
-                    answer = RequestError(NEEDED, 401).response()
-        except RequestError as error:
-            answer = error.response()
-        await answer(scope, receive, send)
+def need_key(scope: Scope, keys: Collection[str], open_paths: Collection[str]) -> None:
+    """Raises: RequestError 401 for what carries no key and is not open"""
+    if scope["path"] not in open_paths:
+        scope[KEY_IN_SCOPE] = carried_key(scope, keys)
+        if scope[KEY_IN_SCOPE] is None:
+            raise RequestError(NEEDED, 401)
 
 
 def need_admin(request: Request, config: ServerConfig, what: str, by_default: bool) -> None:

@@ -202,13 +202,12 @@ class RareWarning:
 
 
 class Connection(BoundedHeads):
-    """One client's connection. Subclassed by ``connection_class``."""
+    """One client's connection."""
 
-    limits: Limits
-    warn_full: RareWarning
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, limits: Limits, warn_full: RareWarning, **keywords: Any) -> None:
+        """keywords: uvicorn's."""
+        super().__init__(**keywords)
+        self.limits, self.warn_full = limits, warn_full
         config: uvicorn.Config = keywords["config"]
         self._application: ASGIApp = config.loaded_app
         self.app = self._serve
@@ -409,8 +408,3 @@ async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Sen
     except RequestError as late:
         error = late
     await error.response()(scope, receive, send)
-
-
-def connection_class(limits: Limits) -> type[asyncio.Protocol]:
-    members = {"limits": limits, "warn_full": RareWarning()}
-    return type("LimitedConnection", (Connection,), members)

@@ -11,7 +11,7 @@ import importlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvicorn
@@ -20,9 +20,9 @@ from starlette.types import ASGIApp
 from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.http.connections import (
     KEEP_ALIVE_SECONDS,
+    Connection,
     Limits,
     RareWarning,
-    connection_class,
 )
 
 log = logging.getLogger("mamba_eagle.server")
@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -60,10 +60,10 @@ class HttpServer(uvicorn.Server):
         self._tls: dict[str, Any] = {}
         if tls is not None:
             self._tls = {"ssl": tls, "ssl_handshake_timeout": limits.header_timeout}
-        self._max_connections = limits.connections + limits.spare_connections
+        self._limits = limits
         self._connecting: set[asyncio.Task[None]] = set()
         self._pause_timer: asyncio.TimerHandle | None = None
-        self._warn = RareWarning()
+        self._warn, self._warn_full = RareWarning(), RareWarning()
         self.servers = []  # asyncio's; this one stands for them
 
     async def start(self) -> asyncio.Task[None]:
@@ -88,7 +88,8 @@ class HttpServer(uvicorn.Server):
     # ── connections ──────────────────────────────────────────────────────────────────────────
 
     def _accept(self) -> None:
-        if len(self.server_state.connections) + len(self._connecting) >= self._max_connections:
+        most = self._limits.connections + self._limits.spare_connections
+        if len(self.server_state.connections) + len(self._connecting) >= most:
             self._pause(FULL_PAUSE)
             return
         try:
@@ -117,8 +118,8 @@ class HttpServer(uvicorn.Server):
             client.close()
 
     def _make_protocol(self) -> asyncio.Protocol:
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        return make(config=self.config, server_state=self.server_state, app_state={})
+        uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+        return Connection(self._limits, self._warn_full, **uvicorns)
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self.listener)

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import shown
-from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.errors import Checked, RequestError
 from mamba_eagle.server.http.auth import api_keys
 
 LOOPBACK_PAGE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -128,8 +128,12 @@ class OriginPolicy:
             return True
         return is_address(name) or any(urlsplit(page).hostname == name for page in self.pages)
 
-    def problem(self, scope: Scope) -> str | None:
-        """Why the request is refused."""
+    def check(self, scope: Scope) -> None:
+        """Raises: RequestError 403 for a request of a page that is not allowed"""
+        if (problem := self._problem(scope)) is not None:
+            raise RequestError(problem, 403)
+
+    def _problem(self, scope: Scope) -> str | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self.allows_host(host):
@@ -152,26 +156,11 @@ class OriginPolicy:
         return None
 
 
-class OriginGuard:
-    """Refuses the requests of pages that are not allowed."""
-
-    def __init__(self, app: ASGIApp, policy: OriginPolicy) -> None:
-        self.app = app
-        self.policy = policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self.policy.problem(scope) if scope["type"] == "http" else None
-        if problem is None:
-            await self.app(scope, receive, send)
-        else:
-            await RequestError(problem, 403).response()(scope, receive, send)
-
-
 def guard_origins(app: Starlette, config: ServerConfig) -> None:
     """Adds both middlewares. Call it last, so that they come first: a browser's preflight request
     carries no key."""
     policy = OriginPolicy.of(config)
-    app.add_middleware(OriginGuard, policy=policy)
+    app.add_middleware(Checked, check=policy.check)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=["*"] if policy.any_page else list(policy.pages),
