@@ -96,59 +96,51 @@ def address(socket_dir: str, pipe: str, rank: int = 0) -> str:
 
 
 class Sender(Generic[T]):
-    """The pushing end. It connects, so either side may start first. Not safe across threads."""
+    """The pushing end. It connects, so either side may start first. Not safe across threads.
+
+    What goes to several runners is encoded once. Each has a pipe of its own: one that is slow
+    delays no other, and nothing is ever dropped, as a publisher would."""
 
     def __init__(
-        self, context: zmq.Context[Any], socket_dir: str, pipe: str, rank: int = 0
+        self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: Iterable[int] = (0,)
     ) -> None:
-        """rank: which of several runners is at the other end."""
+        """ranks: of the runners that are at the other end, if it is they."""
         assert pipe in PIPES
-        self.socket = context.socket(zmq.PUSH)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        link = read_link(socket_dir)
-        port = link.port_of(pipe, rank) if link else None
-        # Node 0 also has senders of results: the runners beside the scheduler.
-        if link is None or port is None or (link.is_first and pipe == "from_runner"):
-            self.socket.connect(address(socket_dir, pipe, rank))
-        else:
-            link.open(self.socket, port)
+        self._sockets = [_pushing(context, socket_dir, pipe, rank) for rank in ranks]
         self._encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
 
     def send(self, item: T) -> None:
-        self.socket.send(self._encode(item))
+        encoded = self._encode(item)
+        for socket in self._sockets:
+            socket.send(encoded)
 
     def linger(self, milliseconds: int) -> None:
         """How long what was sent may still be delivered after ``close``; and how long ``send`` may
         wait from now on for a receiver on another machine, before it raises zmq.Again."""
-        self.socket.setsockopt(zmq.LINGER, milliseconds)
-        self.socket.setsockopt(zmq.SNDTIMEO, milliseconds)
+        for socket in self._sockets:
+            socket.setsockopt(zmq.LINGER, milliseconds)
+            socket.setsockopt(zmq.SNDTIMEO, milliseconds)
 
     def close(self) -> None:
-        self.socket.close()
+        for socket in self._sockets:
+            socket.close()
 
 
-class SenderToAll(Generic[T]):
-    """The same message to each of several runners, encoded once. Each has a pipe of its own: one
-    that is slow delays no other, and nothing is ever dropped, as a publisher would."""
+def _pushing(context: zmq.Context[Any], socket_dir: str, pipe: str, rank: int) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    link = read_link(socket_dir)
+    port = link.port_of(pipe, rank) if link else None
+    # Node 0 also has senders of results: the runners beside the scheduler.
+    if link is None or port is None or (link.is_first and pipe == "from_runner"):
+        socket.connect(address(socket_dir, pipe, rank))
+    else:
+        link.open(socket, port)
+    return socket
 
-    def __init__(
-        self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: Iterable[int]
-    ) -> None:
-        self._pipes: list[Sender[T]] = [Sender(context, socket_dir, pipe, rank) for rank in ranks]
 
-    def send(self, item: T) -> None:
-        encoded = self._pipes[0]._encode(item)
-        for pipe in self._pipes:
-            pipe.socket.send(encoded)
-
-    def linger(self, milliseconds: int) -> None:
-        for pipe in self._pipes:
-            pipe.linger(milliseconds)
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
+SenderToAll = Sender  # as scheduler and runner call one to several ranks
 
 
 class Receiver(Generic[T]):
