@@ -43,11 +43,6 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
     @classmethod
-    def of(cls, reason: FinishReason) -> RequestError:
-        """For an ended request whose end its client must see as an error."""
-        return cls(reason.message, failure_status(reason))
-
-    @classmethod
     def about(cls, path: str, value: Any, remedy: str) -> RequestError:
         """For a field's value."""
         return cls(f"{path} = {shown(value)}: {remedy}", param=path)

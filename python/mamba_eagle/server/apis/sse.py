@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mamba_eagle.server.bodies.reception import unless_gone, wait_for_disconnect
-from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.errors import RequestError, failure_status
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
@@ -31,7 +31,7 @@ def event(content: Any) -> bytes:
 def sample_error(sample: Sample) -> RequestError | None:
     """The error that a sample's end is for its client, if it is one."""
     error = sample.error
-    return RequestError.of(error) if error is not None else None
+    return RequestError(error.message, failure_status(error)) if error is not None else None
 
 
 def choice_error(sample: Sample) -> RequestError | None:
