@@ -168,33 +168,17 @@ def _decode_field(name: str, text: bytes) -> Any:
 
 def decode_token_ids(text: bytes) -> list[Any]:
     """A valid JSON array of numbers, or of arrays of numbers, however long."""
-    at = text.index(b"[") + 1
-    if text.find(b"[", at) < 0:
-        return _decode_flat(text)
+    at, end = text.index(b"[") + 1, text.rindex(b"]")
+    last = b"," if text.find(b"[", at) < 0 else b"]"  # of a piece: items must stay whole
     found: list[Any] = []
-    end = text.rindex(b"]")
     while at < end:
-        # A piece of whole inner arrays; one that is longer than a piece is decoded by itself.
-        close = text.find(b"]", at + PIECE, end) + 1 or end
-        begin = text.rfind(b"[", at, close)
-        if close - begin > PIECE:
-            found += _decode_items(text[at:begin])
-            found.append(_decode_flat(text[begin:close]))
-        else:
-            found += _decode_items(text[at:close])
-        at = close
-    return found
-
-
-def _decode_flat(text: bytes) -> list[Any]:
-    """An array of numbers alone."""
-    found: list[Any] = []
-    at = text.index(b"[") + 1
-    end = text.rindex(b"]")
-    while at < end:
-        comma = text.find(b",", at + PIECE, end)
-        stop = end if comma < 0 else comma
-        found += _decode_items(text[at:stop])
+        stop = text.find(last, at + PIECE, end) + 1 or end
+        begin = text.rfind(b"[", at, stop)
+        # An inner array that is longer than a piece is decoded by itself.
+        long = 0 <= begin < stop - PIECE
+        found += _decode_items(text[at : begin if long else stop])
+        if long:
+            found.append(decode_token_ids(text[begin:stop]))
         at = stop
     return found
 

@@ -113,9 +113,8 @@ def test_token_ids_in_pieces_are_those_of_one(
 
     for _ in range(100):
         value = ids() if rng.random() < 0.5 else [ids() for _ in range(rng.randrange(9))]
-        text = (
-            json.dumps(value).replace(" ", "").replace(",", f",{space}").replace("[", f"[{space}")
-        )
+        text = json.dumps(value).replace(" ", "").replace(",", f",{space}")
+        text = text.replace("[", f"[{space}").replace("]", f"{space}]")
         assert decode_token_ids(f"{space}{text}{space}".encode()) == value, text
 
 
