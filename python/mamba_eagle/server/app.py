@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mamba_eagle import __version__
 from mamba_eagle.config import ServerConfig
@@ -65,23 +65,12 @@ def get(path: str) -> Callable[[Handler], Handler]:
     return router.api_route(path, methods=["GET", "HEAD"])
 
 
-class PlainPaths:
-    """A trailing slash, or --root-path in front, makes no difference. Plain ASGI: streams pass
-    untouched."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app = app
-        self.root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"]
-            if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
-                path = path[len(self.root_path) :]
-            path = path.rstrip("/") or "/"
-            if path != scope["path"]:
-                scope = {**scope, "path": path}
-        await self.app(scope, receive, send)
+def plain_path(scope: Scope, root_path: str) -> None:
+    """A trailing slash, or --root-path in front, makes no difference."""
+    path = scope["path"]
+    if root_path and f"{path}/".startswith(f"{root_path}/"):
+        path = path[len(root_path) :]
+    scope["path"] = path.rstrip("/") or "/"
 
 
 def make_app(state: ServerState) -> FastAPI:
@@ -103,7 +92,7 @@ def make_app(state: ServerState) -> FastAPI:
         keys = [*state.api_keys, *admin]
         app.add_middleware(Checked, check=partial(need_key, keys=keys, open_paths=OPEN_PATHS))
     guard_origins(app, state.config)
-    app.add_middleware(PlainPaths, root_path=state.config.root_path)
+    app.add_middleware(Checked, check=partial(plain_path, root_path=state.config.root_path))
     app.add_middleware(AtReply, begin=named)
     if state.config.simulate_acc_len:
         app.add_middleware(AtReply, begin=simulated(state.config.simulate_acc_len))

@@ -64,8 +64,8 @@ class RequestError(Exception):
 
 
 class Checked:
-    """Middleware that answers with the RequestError that ``check`` raises for an HTTP request.
-    Plain ASGI: streams pass untouched."""
+    """Middleware that answers with the RequestError that ``check`` raises for an HTTP request, in
+    whose scope it may leave what it has found. Plain ASGI: streams pass untouched."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
         self.app, self.check = app, check
