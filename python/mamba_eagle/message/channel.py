@@ -140,9 +140,6 @@ def _pushing(context: zmq.Context[Any], socket_dir: str, pipe: str, rank: int) -
     return socket
 
 
-SenderToAll = Sender  # as scheduler and runner call one to several ranks
-
-
 class Receiver(Generic[T]):
     """The pulling end, which binds. Several senders may share one."""
 

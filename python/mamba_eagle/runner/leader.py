@@ -19,7 +19,7 @@ import zmq
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, ToRunner
-from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
+from mamba_eagle.message.channel import Sender, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.start import start_rank
@@ -50,9 +50,7 @@ class LeadingRunner:
         for rank in others:
             self._start(config, rank)
         self.context = zmq.Context()
-        self.plans: SenderToAll[ToRunner] = SenderToAll(
-            self.context, self.folder, "to_runner", others
-        )
+        self.plans: Sender[ToRunner] = Sender(self.context, self.folder, "to_runner", others)
         self.runner = start_rank(config, config.answering_rank, self.folder)
         # plans are executed one after the other here
         self.ready = msgspec.structs.replace(self.runner.ready, cohorts=1)

@@ -32,7 +32,7 @@ from mamba_eagle.message import (
     ToServer,
     ToWatchdog,
 )
-from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
+from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, end_in_order, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
 from mamba_eagle.scheduler.answers import Answers
@@ -64,7 +64,7 @@ class SchedulerProcess:
         self.poller.register(self.requests.socket, zmq.POLLIN)
         # plans go to all ranks, results come from one
         ranks = range(config.num_ranks)
-        self.plans: SenderToAll[ToRunner] = SenderToAll(context, socket_dir, "to_runner", ranks)
+        self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner", ranks)
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.poller.register(self.results.socket, zmq.POLLIN)
 

@@ -14,7 +14,7 @@ from server_harness import run, says, serving
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.engine import Engine
 from mamba_eagle.message import Plan, Shutdown, StepResult
-from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
+from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
 from mamba_eagle.parallel.distributed import interface_of, own_address_towards
 from mamba_eagle.resolve import resolve
@@ -52,7 +52,7 @@ def test_plans_and_results_cross_and_leftovers_get_none(tmp_path: Path) -> None:
     assert link is not None
     guard = Guard(context, link.peer)
     results: Receiver = Receiver(context, first, "from_runner")
-    plans: SenderToAll = SenderToAll(context, first, "to_runner", range(2))
+    plans: Sender = Sender(context, first, "to_runner", range(2))
     leftover_plans: Receiver = Receiver(far, old, "to_runner", 1)
     leftover: Sender = Sender(far, old, "from_runner")
     leftover.send(StepResult(step=9))
