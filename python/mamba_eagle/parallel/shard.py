@@ -121,6 +121,8 @@ def problems(config: ModelConfig, size: int) -> list[str]:
         limits[f"heads in a {config.recurrence.name} layer"] = config.recurrence.num_heads
     if config.moe is not None:
         limits["channels in an expert"] = config.moe.intermediate_size
+        if config.moe.shared_intermediate_size:
+            limits["channels in the shared experts"] = config.moe.shared_intermediate_size
     if config.intermediate_size:
         limits["channels in an MLP"] = config.intermediate_size
     for what, count in limits.items():

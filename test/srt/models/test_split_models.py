@@ -402,6 +402,10 @@ def test_a_model_with_too_narrow_experts_is_refused() -> None:
     assert problems(config, 6) == []
     (problem,) = problems(config, 8)
     assert problem == "--tp-size 8: the model has 6 channels in an expert; set it to 6"
+    assert config.moe is not None
+    shared = replace(config, moe=replace(config.moe, shared_intermediate_size=5))
+    (problem,) = problems(shared, 6)
+    assert problem == "--tp-size 6: the model has 5 channels in the shared experts; set it to 5"
 
 
 def test_a_model_with_too_few_heads_is_refused() -> None:
