@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -280,8 +280,8 @@ class FolderSource(DraftSource):
         parts = ["copied" if part.size == 1 else "split" for part in (self.head, self.layers)]
         log.info("drafter over %d ranks: vocabulary %s, layers %s", shard.size, *parts)
 
-    def load(self, parts: DraftParts) -> nn.Module:
-        """This rank's part, with weights. Raises: CheckpointError."""
+    def load(self, parts: DraftParts) -> Any:
+        """This rank's part of ``module``, with weights. Raises: CheckpointError."""
         with created_as(parts.backend.dtype, torch.device("meta")):
             split = split_model(self.module, self.own, self.layers, head=self.head)
         ops = parts.backend.layer_ops

@@ -161,8 +161,7 @@ class DFlashSource(FolderSource):
         return BlockDraftModel(config or self.own, names)
 
     def make(self, parts: DraftParts) -> Drafter:
-        model = self.load(parts)
-        assert isinstance(model, BlockDraftModel)
+        model: BlockDraftModel = self.load(parts)
         model.check_tokens(self.path)
         vocabulary = DraftVocabulary(parts.backend, self.columns(parts), model.target_ids())
         trees = self.trees(model, parts.target.own_head, vocabulary)

@@ -7,10 +7,9 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
-from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.network import HeadNetwork
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
-from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle3 import (
@@ -25,44 +24,33 @@ from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.registry import read_as
 
 
-class EagleThreeNetwork(DraftNetwork):
-    """An entry's feature is computed from the tapped hidden states; for drafted tokens, the head's
-    output takes its place."""
+class EagleThreeNetwork(HeadNetwork):
+    """An entry's feature is computed from the tapped hidden states."""
+
+    head: Eagle3Head
 
     def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
-        self.head, self.config = head, head.config
-        self.feature_size = head.config.hidden_size
+        super().__init__(head, target)
         self.first_tap = target.config.hidden_size
-        self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.lm_head = target.raw_logits if head.lm_head is None else head.lm_head
+        if head.embed_tokens is not None:
+            self.embed = head.embed_tokens
+        if head.lm_head is not None:
+            self.lm_head = head.lm_head
         assert head.config.attention is not None and head.config.attention.rope is not None
         self.rotary = Rotary(head.config.attention.rope)
 
     def entry_features(self, target: Tensor) -> Tensor:
         return self.head.fuse(target[:, self.first_tap :])
 
-    def run_entries(
-        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
-    ) -> Tensor:
-        outputs = self._run(tokens.reshape(-1), features.flatten(0, 1), ctx)
-        return outputs.unflatten(0, tokens.shape)
-
-    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
-        return self._run(tokens, above, ctx)
-
-    def _run(self, tokens: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(self, tokens: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         ctx.rotation = self.rotary(ctx.positions, features.device)
-        return self.head(self.embed(tokens), features, ctx)
+        return super().run(tokens, features, ctx)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.lm_head(self.head.normed(outputs))
 
     def target_ids(self) -> Tensor | None:
         return self.head.target_ids()
-
-    @property
-    def num_bytes(self) -> int:
-        return weight_bytes(self.head)
 
 
 class EagleThreeSource(FolderSource):
@@ -99,7 +87,6 @@ class EagleThreeSource(FolderSource):
         return Eagle3Head(config or self.own, {*names} or OWN_WEIGHTS)
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = self.load(parts)
-        assert isinstance(head, Eagle3Head)
+        head: Eagle3Head = self.load(parts)
         head.check_tokens(self.path)
         return ModelDrafter(EagleThreeNetwork(head, parts.target), self.columns(parts), parts)

@@ -10,11 +10,10 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
-from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.network import HeadNetwork
 from mamba_eagle.drafting.rounded_head import rounded_head
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
@@ -23,7 +22,7 @@ from mamba_eagle.models.qwen_mtp import QwenMtpHead
 from mamba_eagle.models.registry import mtp_module, read_as
 
 
-class MtpNetwork(DraftNetwork):
+class MtpNetwork(HeadNetwork):
     """The outputs of all K modules for an entry, concatenated.
 
     Module j of an entry reads module j-1 of the previous entry. Module 0 reads the target's hidden
@@ -41,17 +40,16 @@ class MtpNetwork(DraftNetwork):
     def __init__(
         self, head: MtpHead | QwenMtpHead, target: CausalLM, output: Linear | None = None
     ) -> None:
-        """output: what makes logits; None: the target's lm_head."""
-        self.head, self.target, self.output, self.config = head, target, output, head.config
+        super().__init__(head, target, output)
         size, modules = head.config.hidden_size, head.num_modules
-        self.size = self.feature_size = size
+        self.size = size
         self.carry_size = (modules - 1) * size
         self.max_depth = modules if modules > 1 else None
 
     def run_entries(
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        embeddings = self.target.embed(tokens.reshape(-1))
+        embeddings = self.embed(tokens.reshape(-1))
         outputs: list[Tensor] = []
         for module in range(self.head.num_modules):
             previous = features
@@ -63,7 +61,7 @@ class MtpNetwork(DraftNetwork):
         return torch.cat(outputs, dim=-1)
 
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
-        embeddings = self.target.embed(tokens)
+        embeddings = self.embed(tokens)
         if self.max_depth is None:
             return self.head(0, embeddings, above, ctx)
         outputs = [above.new_zeros(above.shape[0], depth * self.size)]
@@ -73,17 +71,11 @@ class MtpNetwork(DraftNetwork):
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         module = 0 if self.max_depth is None else depth
-        own = self._of(module, outputs)
-        return self.target.raw_logits(own) if self.output is None else self.output(own)
+        return self.lm_head(self._of(module, outputs))
 
     def _of(self, module: int, outputs: Tensor) -> Tensor:
         """The columns of one module: [n, K * size] -> [n, size]."""
         return outputs[:, module * self.size : (module + 1) * self.size].contiguous()
-
-    @property
-    def num_bytes(self) -> int:
-        output = 0 if self.output is None else weight_bytes(self.output)
-        return weight_bytes(self.head) + output
 
 
 class MtpSource(FolderSource):
@@ -118,7 +110,5 @@ class MtpSource(FolderSource):
         return wrong
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = self.load(parts)
-        assert isinstance(head, MtpHead | QwenMtpHead)
-        network = MtpNetwork(head, parts.target, rounded_head(parts))
+        network = MtpNetwork(self.load(parts), parts.target, rounded_head(parts))
         return ModelDrafter(network, self.columns(parts), parts)

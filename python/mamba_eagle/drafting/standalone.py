@@ -45,6 +45,4 @@ class StandaloneSource(FolderSource):
         return model_class(self.own)(config or self.own)
 
     def make(self, parts: DraftParts) -> Drafter:
-        model = self.load(parts)
-        assert isinstance(model, CausalLM)
-        return ModelDrafter(StandaloneNetwork(model), self.columns(parts), parts)
+        return ModelDrafter(StandaloneNetwork(self.load(parts)), self.columns(parts), parts)

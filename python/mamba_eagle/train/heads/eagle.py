@@ -25,7 +25,6 @@ class TrainableEagle(UnrolledHead):
     def __init__(
         self, settings: TrainSettings, target: CausalLM, answers: Sequence[Answer]
     ) -> None:
-        self.target = target
         self.config = head_config("EagleHead", settings.head_pattern, target.config)
         head = EagleHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
@@ -33,9 +32,6 @@ class TrainableEagle(UnrolledHead):
             head.norm.weight.copy_(target.parts.norm.weight)
         self.module = head.to(target.lm_head.weight.device)
         self.network = EagleNetwork(head, target)
-
-    def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.target.compute_logits(outputs)
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor:
         loss = F.smooth_l1_loss(outputs.float(), features.float(), reduction="none")

@@ -25,7 +25,6 @@ class TrainableEagle3(UnrolledHead):
     """The embedding is the target's; lm_head starts as the target's weights for the vocabulary."""
 
     module: Eagle3Head
-    network: EagleThreeNetwork
 
     def __init__(
         self, settings: TrainSettings, target: CausalLM, answers: Sequence[Answer]
@@ -51,9 +50,6 @@ class TrainableEagle3(UnrolledHead):
         ids = self.module.target_ids()
         assert ids is not None  # of its own tokens
         self.ids = ids
-
-    def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.network.logits(0, outputs).float()
 
     def target_probs(self, probs: Tensor) -> Tensor:
         return probs[:, self.ids]

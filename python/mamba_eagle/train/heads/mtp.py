@@ -60,8 +60,5 @@ class TrainableMtp(UnrolledHead):
             for _ in range(depth):
                 yield outputs
 
-    def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.network.logits(depth, outputs).float()
-
     def weights(self) -> dict[str, Tensor]:
         return self.module.published_weights()

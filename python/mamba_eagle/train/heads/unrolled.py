@@ -6,7 +6,6 @@ whole answers at once: depth 0 reads the target's features, depth j reads the he
 depth j - 1 (HASS, arXiv 2408.15766; the "training-time test" of EAGLE-3, arXiv 2503.01840).
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -190,10 +189,10 @@ class UnrolledHead(TrainableHead):
         """As the function ``unroll``."""
         return unroll(self.network, tokens, features, depth)
 
-    @abstractmethod
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         """Logits of the head's own vocabulary: outputs [n, O] of entries at ``depth`` -> [n, D]
         float32."""
+        return self.network.logits(depth, outputs).float()
 
     def target_probs(self, probs: Tensor) -> Tensor:
         """The target's distribution [n, vocab_size], restricted to the head's vocabulary [n, D]."""
