@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout
-from mamba_eagle.quantization.layout import Layout, Packed, Stored, unsupported
+from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, float8_layout
+from mamba_eagle.quantization.layout import Layout, unsupported
 from mamba_eagle.quantization.nvfp4 import GROUP, compressed_matrices
 
 STRATEGIES = ("tensor", "channel", "block")
@@ -27,15 +27,8 @@ class Group(NamedTuple):
         )
 
 
-class CompressedLayout(Float8Layout):
-    """Float8 weights, or NVFP4 ones in two numbers per byte."""
-
-    def matrices(self, stored: Stored) -> list[Packed]:
-        return [*super().matrices(stored), *compressed_matrices(stored)]
-
-
 def layout(given: dict[str, Any]) -> Layout:
-    """given: the quantization_config.
+    """Float8 weights, or NVFP4 ones in two numbers per byte. given: the quantization_config.
 
     Raises: UnsupportedModel naming an unsupported scheme.
     """
@@ -57,7 +50,8 @@ def layout(given: dict[str, Any]) -> Layout:
     kv_cache = given.get("kv_cache_scheme")
     kv_name = number_name(kv_cache) if isinstance(kv_cache, dict) else ""
     group = GROUP if any(map(is_fp4, weights)) else 1
-    return CompressedLayout(name, inputs_of, tuple(block) if block else None, kv_name, group)
+    square = tuple(block) if block else None
+    return float8_layout(name, inputs_of, square, kv_name, group, compressed_matrices)
 
 
 def known_weights(given: dict[str, Any]) -> bool:

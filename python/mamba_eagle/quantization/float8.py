@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounding
-from mamba_eagle.quantization.layout import Layout, Packed, Read, Stored
+from mamba_eagle.quantization.layout import Find, Layout, Packed, Read, Stored
 from mamba_eagle.quantization.matrix import Float8Matrix, float8_matrix
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -48,33 +48,29 @@ class PackedFloat8(Packed):
         return Rounding()
 
 
-class Float8Layout(Layout):
-    """Float8 weights under their usual names, with scales beside them."""
+def float8_layout(
+    name: str,
+    inputs: Callable[[str], str],
+    block: tuple[int, int] | None = None,
+    kv_cache: str = "",
+    group: int = 1,
+    others: Find | None = None,
+) -> Layout:
+    """Float8 weights under their usual names, with scales beside them. inputs: how those of a
+    module are rounded. others: matrices that are not float8; group: theirs."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: Callable[[str], str],
-        block: tuple[int, int] | None = None,
-        kv_cache: str = "",
-        group: int = 1,
-    ) -> None:
-        """inputs: how those of a module are rounded. group: of matrices that are not float8."""
-        super().__init__(name, kv_cache, lcm(group, *block or ()))
-        self.inputs, self.block = inputs, block
+    def matrices(stored: Stored) -> list[Packed]:
+        found: list[Packed] = []
+        for name, tensor in stored.items():
+            if name.endswith(".weight") and tensor.dtype in FLOAT8:
+                module, shape = name.removesuffix(".weight"), tuple(tensor.shape)
+                beside = (module + end for end in (*SCALES, INPUT_SCALE))
+                scales = tuple(one for one in beside if one in stored)
+                found.append(PackedFloat8(module, name, scales, shape, block, inputs(module)))
+        return found
 
-    def matrices(self, stored: Stored) -> list[Packed]:
-        return [
-            self._packed(name.removesuffix(".weight"), stored)
-            for name, found in stored.items()
-            if name.endswith(".weight") and found.dtype in FLOAT8
-        ]
-
-    def _packed(self, module: str, stored: Stored) -> PackedFloat8:
-        beside = [module + end for end in (*SCALES, INPUT_SCALE) if module + end in stored]
-        name = module + ".weight"
-        shape = tuple(stored[name].shape)
-        return PackedFloat8(module, name, tuple(beside), shape, self.block, self.inputs(module))
+    kinds = (matrices,) if others is None else (matrices, others)
+    return Layout(name, kinds, kv_cache, lcm(group, *block or ()), block[0] if block else 0)
 
 
 def fp8_layout(given: dict[str, Any]) -> Layout:
@@ -87,4 +83,4 @@ def fp8_layout(given: dict[str, Any]) -> Layout:
         inputs = str(block[1])
     elif given.get("activation_scheme") == "static":
         inputs = STATIC
-    return Float8Layout("fp8", lambda module: inputs, tuple(block) if block else None)
+    return float8_layout("fp8", lambda module: inputs, tuple(block) if block else None)

@@ -58,15 +58,12 @@ class PackedIntegers(Packed):
         return FourBitMatrix(pack(codes), scales.t().contiguous(), zero, torch.ones(1, 1))
 
 
-class IntegerLayout(Layout):
-    def __init__(
-        self, name: str, order: tuple[int, ...], added: int, by_inputs: bool, group: int | None
-    ) -> None:
-        """group: -1 for one per row. The others: as of PackedIntegers."""
-        super().__init__(name, group=max(1, group or 1))
-        self.form = (order, added, by_inputs)
+def integer_layout(
+    name: str, order: tuple[int, ...], added: int, by_inputs: bool, group: int | None
+) -> Layout:
+    """group: -1 for one per row. The others: as of PackedIntegers."""
 
-    def matrices(self, stored: Stored) -> list[Packed]:
+    def matrices(stored: Stored) -> list[Packed]:
         found: list[Packed] = []
         for name in stored:
             module, _, leaf = name.rpartition(".")
@@ -76,9 +73,12 @@ class IntegerLayout(Layout):
             if f"{module}.g_idx" in stored:
                 others.append(f"{module}.g_idx")
             first, last = stored[name].shape
-            shape = (last, 8 * first) if self.form[2] else (8 * last, first)
-            found.append(PackedIntegers(module, name, tuple(others), shape, *self.form))
+            shape = (last, 8 * first) if by_inputs else (8 * last, first)
+            own = (module, name, tuple(others), shape)
+            found.append(PackedIntegers(*own, order, added, by_inputs))
         return found
+
+    return Layout(name, (matrices,), group=max(1, group or 1))
 
 
 def gptq_layout(given: dict[str, Any]) -> Layout:
@@ -89,7 +89,7 @@ def gptq_layout(given: dict[str, Any]) -> Layout:
     form = given.get("checkpoint_format") or "gptq"
     if given.get("bits") != 4 or form not in FORMATS:
         raise unsupported(f"gptq ({settings_text(given, 'bits', 'checkpoint_format')})")
-    return IntegerLayout("gptq (4 bits)", IN_ORDER, FORMATS[form], True, given.get("group_size"))
+    return integer_layout("gptq (4 bits)", IN_ORDER, FORMATS[form], True, given.get("group_size"))
 
 
 def awq_layout(given: dict[str, Any]) -> Layout:
@@ -102,4 +102,4 @@ def awq_layout(given: dict[str, Any]) -> Layout:
     if bits != 4 or version != "gemm" or given.get("zero_point") is False:
         raise unsupported(f"awq ({settings_text(given, 'bits', 'version', 'zero_point')})")
     group = given.get("group_size", given.get("q_group_size"))
-    return IntegerLayout("awq (4 bits)", AWQ_ORDER, 0, False, group)
+    return integer_layout("awq (4 bits)", AWQ_ORDER, 0, False, group)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -58,18 +58,21 @@ class Packed(ABC):
         """
 
 
-class Layout(ABC):
+Find = Callable[[Stored], list[Packed]]  # matrices of one kind among a checkpoint's tensors
+
+
+class Layout(NamedTuple):
     """The matrices of a checkpoint, by one tool's conventions."""
 
-    def __init__(self, name: str, kv_cache: str = "", group: int = 1) -> None:
-        """name: the tool and its scheme, for messages; empty: nothing is quantized. kv_cache: the
-        scheme for the KV cache, if there is one. group: neighbouring channels that share a
-        scale."""
-        self.name, self.kv_cache, self.group = name, kv_cache, group
+    name: str  # the tool and its scheme, for messages; empty: nothing is quantized
+    kinds: tuple[Find, ...]
+    kv_cache: str = ""  # the scheme for the KV cache, if there is one
+    group: int = 1  # neighbouring channels that share a scale
+    block: int = 0  # rows and columns that share a scale in float8; 0: they are not blocks
 
-    @abstractmethod
     def matrices(self, stored: Stored) -> list[Packed]:
         """All matrices of few bits among a checkpoint's tensors."""
+        return [matrix for find in self.kinds for matrix in find(stored)]
 
 
 def settings_text(values: Mapping[str, Any], *names: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mamba_eagle.quantization import compressed_tensors, modelopt
-from mamba_eagle.quantization.float8 import NONE, Float8Layout, fp8_layout
+from mamba_eagle.quantization.float8 import NONE, float8_layout, fp8_layout
 from mamba_eagle.quantization.four_bit_integers import awq_layout, gptq_layout
 from mamba_eagle.quantization.layout import Layout, unsupported
 
@@ -21,8 +21,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
 
 def block_of(values: dict[str, Any]) -> int:
     """Rows and columns that share a scale in float8; 0 if they are not blocks. values: as below."""
-    layout = layout_of(values)
-    return layout.block[0] if isinstance(layout, Float8Layout) and layout.block else 0
+    return layout_of(values).block
 
 
 def layout_of(values: dict[str, Any]) -> Layout:
@@ -32,7 +31,7 @@ def layout_of(values: dict[str, Any]) -> Layout:
     """
     given = values.get("quantization_config") or values.get("compression_config")
     if not given:
-        return Float8Layout("", lambda module: NONE)
+        return float8_layout("", lambda module: NONE)
     given = {**given, **(given.get("quantization") or {})}  # ModelOpt's own file nests it
     method = given.get("quant_method") or (given.get("producer") or {}).get("name") or "?"
     if method not in LAYOUTS:

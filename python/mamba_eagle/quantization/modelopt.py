@@ -5,8 +5,8 @@
 
 from typing import Any
 
-from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, Float8Layout
-from mamba_eagle.quantization.layout import Layout, Packed, Stored, unsupported
+from mamba_eagle.quantization.float8 import NONE, STATIC, TOKEN, float8_layout
+from mamba_eagle.quantization.layout import Layout, unsupported
 from mamba_eagle.quantization.nvfp4 import GROUP, modelopt_matrices
 
 # algorithm -> how inputs are rounded
@@ -15,15 +15,9 @@ FLOAT8 = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": TOKEN, BLOCKS: NONE}
 NVFP4 = ("NVFP4", "W4A16_NVFP4")  # inputs stay in the model's dtype in both
 
 
-class ModelOptLayout(Float8Layout):
-    """Float8 and NVFP4 weights; the dtype of the stored weight says which."""
-
-    def matrices(self, stored: Stored) -> list[Packed]:
-        return [*super().matrices(stored), *modelopt_matrices(stored)]
-
-
 def layout(given: dict[str, Any]) -> Layout:
-    """given: the quantization_config, or the contents of hf_quant_config.json.
+    """Float8 and NVFP4 weights; the dtype of the stored weight says which. given: the
+    quantization_config, or the contents of hf_quant_config.json.
 
     Raises: UnsupportedModel naming an unsupported algorithm.
     """
@@ -39,7 +33,8 @@ def layout(given: dict[str, Any]) -> Layout:
 
     block = (128, 128) if BLOCKS in names else None
     group = GROUP if {*NVFP4} & {*names} else 1
-    return ModelOptLayout(name, inputs, block, given.get("kv_cache_quant_algo") or "", group)
+    kv_cache = given.get("kv_cache_quant_algo") or ""
+    return float8_layout(name, inputs, block, kv_cache, group, modelopt_matrices)
 
 
 def algorithms(given: dict[str, Any]) -> dict[str, str]:
