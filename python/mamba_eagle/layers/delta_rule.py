@@ -133,7 +133,7 @@ class Parts(NamedTuple):
 
 class GatedDeltaNet(DeltaRule):
     """hidden [n, hidden_size] -> [n, hidden_size], of a rank's heads a part of the sum. A family
-    gives the projections and the output, under its names."""
+    gives the projections, the norm and the last product, under its names."""
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
@@ -147,22 +147,24 @@ class GatedDeltaNet(DeltaRule):
     def make_conv(self) -> Conv1dWeight | JoinedConv:
         return Conv1dWeight(self.config.conv_dim, self.config.conv_kernel, bias=False)
 
-    @abstractmethod
     def projections(self) -> dict[str, list[Linear]]:
-        """Those that can be one product each, by a name for them."""
+        """Those that can be one product each: ``channels`` makes them and then the gate, ``gates``
+        the decays and then the betas. None: ``project`` and ``parts`` are a family's own."""
+        return {}
 
+    @property
     @abstractmethod
+    def ends(self) -> tuple[HeadNormThenGate, Linear]:
+        """What is made of the recurrence's output and the gate."""
+
     def project(self, hidden: Tensor) -> Projected:
-        """Made of ``product``s."""
-
-    @abstractmethod
-    def output(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm and the last projection. y, gate [n, inner_size]."""
+        c = self.config
+        channels, gate = self.product("channels", hidden).split([c.conv_dim, c.inner_size], dim=-1)
+        return Projected(channels, gate, self.product("gates", hidden))
 
     def prepare(self, ops: LayerOps) -> None:
         for name, parts in self.projections().items():
-            whole = Linear.fused(parts) if len(parts) > 1 else None
-            if whole is not None:
+            if (whole := Linear.fused(parts)) is not None:
                 whole.prepare(ops)
                 self._products[name] = whole
 
@@ -172,23 +174,16 @@ class GatedDeltaNet(DeltaRule):
 
     @property
     def parts(self) -> Parts | None:
-        """Of a prepared mixer; None where it projects or ends in another way."""
-        return None
-
-    def parts_of(
-        self, channels: str, gates: str, norm: HeadNormThenGate, out: Linear
-    ) -> Parts | None:
-        """channels, gates: names of ``projections``."""
+        """Of a prepared mixer; None where its projections are not of one form."""
         made = self._products
-        both = channels in made and gates in made
-        return Parts(made[channels], made[gates], norm, out) if both else None
+        both = "channels" in made and "gates" in made
+        return Parts(made["channels"], made["gates"], *self.ends) if both else None
 
     def product(self, name: str, hidden: Tensor) -> Tensor:
         """What some ``projections`` make of hidden [n, hidden_size], side by side."""
         if name in self._products:
             return self._products[name](hidden)
-        made = [part(hidden) for part in self.projections()[name]]
-        return torch.cat(made, dim=-1) if len(made) > 1 else made[0]
+        return torch.cat([part(hidden) for part in self.projections()[name]], dim=-1)
 
     def gates(self, raw: Tensor) -> Tensor:
         decay, beta = raw.float().split(self.config.num_heads, dim=-1)
@@ -197,7 +192,9 @@ class GatedDeltaNet(DeltaRule):
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         channels, gate, raw = self.project(hidden)
-        return self.output(ctx.recur(self, channels, raw), gate)
+        norm, out = self.ends
+        made: Tensor = out(norm(ctx.recur(self, channels, raw), gate))
+        return made
 
     def channel_spans(self, own: Heads) -> tuple[Span, ...]:
         """A rank's queries, keys and values among all channels."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
+from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.linear import Linear
@@ -53,21 +53,13 @@ class OlmoDeltaNet(GatedDeltaNet):
 
     def projections(self) -> dict[str, list[Linear]]:
         return {
-            "qkvg": [self.q_proj, self.k_proj, self.v_proj, self.g_proj],
-            "ab": [self.a_proj, self.b_proj],
+            "channels": [self.q_proj, self.k_proj, self.v_proj, self.g_proj],
+            "gates": [self.a_proj, self.b_proj],
         }
 
     @property
-    def parts(self) -> Parts | None:
-        return self.parts_of("qkvg", "ab", self.o_norm, self.o_proj)
-
-    def project(self, hidden: Tensor) -> Projected:
-        c = self.config
-        channels, gate = self.product("qkvg", hidden).split([c.conv_dim, c.inner_size], dim=-1)
-        return Projected(channels, gate, self.product("ab", hidden))
-
-    def output(self, y: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(y, gate))
+    def ends(self) -> tuple[HeadNormThenGate, Linear]:
+        return self.o_norm, self.o_proj
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         c, own = self.config, recurrent_heads(shard, self.config)

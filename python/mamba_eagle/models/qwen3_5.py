@@ -3,13 +3,10 @@ multimodal checkpoints only the text part is read: prompts have no images."""
 
 from typing import Any
 
-from torch import Tensor
-
-from mamba_eagle.layers.delta_rule import Parts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models import qwen3_next
-from mamba_eagle.models.qwen3_next import Projected, Qwen3NextForCausalLM, QwenDeltaNet, QwenLayer
+from mamba_eagle.models.qwen3_next import Qwen3NextForCausalLM, QwenDeltaNet, QwenLayer
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
@@ -28,18 +25,9 @@ class Qwen35DeltaNet(QwenDeltaNet):
 
     def projections(self) -> dict[str, list[Linear]]:
         return {
-            "qkvz": [self.in_proj_qkv, self.in_proj_z],
-            "ab": [self.in_proj_a, self.in_proj_b],
+            "channels": [self.in_proj_qkv, self.in_proj_z],
+            "gates": [self.in_proj_a, self.in_proj_b],
         }
-
-    @property
-    def parts(self) -> Parts | None:
-        return self.parts_of("qkvz", "ab", self.norm, self.out_proj)
-
-    def project(self, hidden: Tensor) -> Projected:
-        c = self.config
-        channels, gate = self.product("qkvz", hidden).split([c.conv_dim, c.inner_size], dim=-1)
-        return Projected(channels, gate, self.product("ab", hidden))
 
     def input_cuts(self, shard: Shard) -> dict[str, Cut]:
         own = recurrent_heads(shard, self.config)

@@ -2,6 +2,7 @@
 one in nearly all layers."""
 
 import re
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +28,7 @@ CENTRED = re.compile(r".*(?<!linear_attn\.)norm\w*\.weight")  # norms stored as 
 
 
 class QwenDeltaNet(GatedDeltaNet):
-    """The projections are two matrices, in which everything of one key head is side by side: its
-    query and key, then the values and gates of the value heads that share it."""
+    """What Qwen3-Next and its successors have in common: all but the projections."""
 
     def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float, index: int) -> None:
         super().__init__(config, index)
@@ -36,26 +36,44 @@ class QwenDeltaNet(GatedDeltaNet):
         self.norm = HeadNormThenGate(config.head_dim, norm_eps)
         self.out_proj = Linear(config.inner_size, hidden_size)
 
-    def make_projections(self, hidden_size: int) -> None:
-        c = self.config
-        self.in_proj_qkvz = Linear(hidden_size, c.conv_dim + c.inner_size)
-        self.in_proj_ba = Linear(hidden_size, 2 * c.num_heads)
+    @abstractmethod
+    def make_projections(self, hidden_size: int) -> None: ...
+
+    @abstractmethod
+    def input_cuts(self, shard: Shard) -> dict[str, Cut]:
+        """Of the projections."""
+
+    @property
+    def ends(self) -> tuple[HeadNormThenGate, Linear]:
+        return self.norm, self.out_proj
 
     def connect(self) -> None:
         self.norm.rounding = self.out_proj.rounding
 
-    def projections(self) -> dict[str, list[Linear]]:
-        return {"qkvz": [self.in_proj_qkvz], "ba": [self.in_proj_ba]}
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = recurrent_heads(shard, self.config)
+        out = columns(own.channels(self.config.head_dim), zero=own.idle)
+        return {**super().cuts(shard), **self.input_cuts(shard), "out_proj.weight": out}
+
+
+class JoinedDeltaNet(QwenDeltaNet):
+    """The projections are two matrices, in which everything of one key head is side by side: its
+    query and key, then the values and gates of the value heads that share it."""
+
+    def make_projections(self, hidden_size: int) -> None:
+        c = self.config
+        self.in_proj_qkvz = Linear(hidden_size, c.conv_dim + c.inner_size)
+        self.in_proj_ba = Linear(hidden_size, 2 * c.num_heads)
 
     @property
     def parts(self) -> Parts | None:
         qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
         at = self.arranged(*(torch.arange(each.weight.shape[0])[None] for each in (qkvz, ba)))
         orders = (torch.cat([at.channels, at.gate], dim=-1)[0], at.raw[0])
-        return Parts(qkvz, ba, self.norm, self.out_proj, orders)
+        return Parts(qkvz, ba, *self.ends, orders)
 
     def project(self, hidden: Tensor) -> Projected:
-        return self.arranged(self.product("qkvz", hidden), self.product("ba", hidden))
+        return self.arranged(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
 
     def arranged(self, qkvz: Tensor, ba: Tensor) -> Projected:
         c = self.config
@@ -65,14 +83,6 @@ class QwenDeltaNet(GatedDeltaNet):
         beta, decay = ba.unflatten(-1, (c.num_groups, -1)).chunk(2, dim=-1)
         raw = torch.cat([decay.flatten(1), beta.flatten(1)], dim=-1)
         return Projected(torch.cat([p.flatten(1) for p in channels], -1), gate.flatten(1), raw)
-
-    def output(self, y: Tensor, gate: Tensor) -> Tensor:
-        return self.out_proj(self.norm(y, gate))
-
-    def cuts(self, shard: Shard) -> dict[str, Cut]:
-        own = recurrent_heads(shard, self.config)
-        out = columns(own.channels(self.config.head_dim), zero=own.idle)
-        return {**super().cuts(shard), **self.input_cuts(shard), "out_proj.weight": out}
 
     def input_cuts(self, shard: Shard) -> dict[str, Cut]:
         c, own = self.config, recurrent_heads(shard, self.config)
@@ -93,7 +103,7 @@ class QwenDeltaNet(GatedDeltaNet):
 
 
 class QwenLayer(PreNormLayer):
-    mixer_class: type[QwenDeltaNet] = QwenDeltaNet
+    mixer_class: type[QwenDeltaNet] = JoinedDeltaNet
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
