@@ -84,58 +84,74 @@ class Block(LateLayer):
         return BeforeSum(hidden, self.mixer(normed, ctx))
 
 
+class LayerNames(NamedTuple):
+    """What a family calls the parts of its layers; these are Llama's names."""
+
+    norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+
+
+class LayerParts(NamedTuple):
+    norm: RMSNorm
+    mixer: Any
+    mlp_norm: RMSNorm
+    mlp: Any
+
+
 class PreNormLayer(LateLayer):
-    """A mixer and then an MLP, each of a norm of the residual stream, under Llama's names."""
+    """A mixer and then an MLP, each of a norm of the residual stream, under a family's names."""
+
+    names = LayerNames()
 
     def __init__(self, size: int, eps: float, name: str, mixer: nn.Module, mlp: nn.Module) -> None:
         """name: of the mixer."""
         super().__init__()
-        self.input_layernorm = RMSNorm(size, eps)
-        self.mixer_name = name
-        setattr(self, name, mixer)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp: Any = mlp
+        self.parts = LayerParts(RMSNorm(size, eps), mixer, RMSNorm(size, eps), mlp)
+        names = (self.names.norm, name, self.names.mlp_norm, self.names.mlp)
+        for own, part in zip(names, self.parts, strict=True):
+            setattr(self, own, part)
         self.total = Total()
 
     @property
     def first_norm(self) -> RMSNorm:
-        return self.input_layernorm
+        return self.parts.norm
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        norm, mixer, mlp_norm, mlp = self.parts
+        hidden = hidden + self.total(mixer(norm(hidden), ctx))
+        return hidden + self.total(mlp(mlp_norm(hidden)))
 
     def before_sum(
         self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
     ) -> BeforeSum:
-        made = self.__dict__[self.mixer_name](normed, ctx)
-        normed, hidden = self.post_attention_layernorm.after(hidden, made)
-        return BeforeSum(hidden, self.mlp(normed))
+        _, mixer, mlp_norm, mlp = self.parts
+        normed, hidden = mlp_norm.after(hidden, mixer(normed, ctx))
+        return BeforeSum(hidden, mlp(normed))
+
+    def both_residuals(self, scale: float = 1.0) -> tuple[Residual, ...]:
+        """For families whose ``residuals`` are a mixer and an MLP."""
+        norm, mixer, mlp_norm, mlp = self.parts
+        return (
+            Residual(norm, mixer, self.total, scale),
+            Residual(mlp_norm, mlp, self.total, scale, takes_context=False),
+        )
 
 
-class MixerLayer(Layer):
-    """The first half of a decoder layer with either Mamba2 or attention, followed by an MLP.
-    ``layer`` is the index among all layers, from which the config gives the kind of mixer."""
+class NamedMixer(NamedTuple):
+    name: str
+    mixer: Mamba2Mixer | Attention
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        kind = config.blocks[layer]
-        index = config.places_before(layer, kind)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.is_mamba = kind == "recurrent"
-        if self.is_mamba:
-            assert isinstance(config.recurrence, Mamba2Config)
-            self.mamba = Mamba2Mixer(config.recurrence, size, eps, index)
-        else:
-            assert config.attention is not None
-            self.self_attn = make_attention(config.attention, size, index, eps)
-        self.total = Total()
 
-    def connect(self) -> None:
-        mixer = self.mamba if self.is_mamba else self.self_attn
-        self.input_layernorm.rounding = mixer.input_rounding
-
-    def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """hidden [n, hidden_size] -> the mixer's output [n, hidden_size], without the residual."""
-        mixer = self.mamba if self.is_mamba else self.self_attn
-        return self.total(mixer(self.input_layernorm(hidden), ctx))
+def mamba_or_attention(config: ModelConfig, layer: int) -> NamedMixer:
+    """The mixer that the config gives layer number ``layer`` of all."""
+    size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
+    index = config.places_before(layer, kind)
+    if kind == "recurrent":
+        assert isinstance(config.recurrence, Mamba2Config)
+        return NamedMixer("mamba", Mamba2Mixer(config.recurrence, size, eps, index))
+    assert config.attention is not None
+    return NamedMixer("self_attn", make_attention(config.attention, size, index, eps))
 
 
 def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:

@@ -2,31 +2,24 @@
 
 from typing import Any
 
-from torch import Tensor
-
-from mamba_eagle.layers.block import MixerLayer
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.block import LayerNames, PreNormLayer, mamba_or_attention
 from mamba_eagle.layers.mlp import GatedMLP
-from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 
 
-class BambaLayer(MixerLayer):
+class BambaLayer(PreNormLayer):
+    names = LayerNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward")
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        size = config.hidden_size
-        self.pre_ff_layernorm = RMSNorm(size, config.norm_eps)
-        self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        mixer = mamba_or_attention(config, layer)
+        super().__init__(config.hidden_size, config.norm_eps, *mixer, mlp)
 
     def connect(self) -> None:
-        super().connect()
-        self.pre_ff_layernorm.rounding = self.feed_forward.input_rounding
-
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden + self.mixed(hidden, ctx)
-        return hidden + self.total(self.feed_forward(self.pre_ff_layernorm(hidden)))
+        self.parts.norm.rounding = self.parts.mixer.input_rounding
+        self.parts.mlp_norm.rounding = self.parts.mlp.input_rounding
 
 
 class BambaForCausalLM(CausalLM):

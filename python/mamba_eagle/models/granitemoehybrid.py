@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mamba_eagle.layers.block import MixerLayer
+from mamba_eagle.layers.block import LayerNames, PreNormLayer, mamba_or_attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mlp import PackedGatedMLP
 from mamba_eagle.layers.moe import GatedMoE
-from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import ModelConfig, MoEConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, mamba_config, model_config, only
@@ -23,31 +22,29 @@ NAMES = {
 }
 
 
-class GraniteLayer(MixerLayer):
+class GraniteLayer(PreNormLayer):
+    names = LayerNames(mlp="shared_mlp")
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer)
         size = config.hidden_size
+        mlp = PackedGatedMLP(size, config.intermediate_size)
+        super().__init__(size, config.norm_eps, *mamba_or_attention(config, layer), mlp)
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
-        self.post_attention_layernorm = RMSNorm(size, config.norm_eps)
-        self.shared_mlp = PackedGatedMLP(size, config.intermediate_size)
         self.has_experts = config.moe is not None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size)
 
+    def connect(self) -> None:
+        self.parts.norm.rounding = self.parts.mixer.input_rounding
+
     def residuals(self) -> tuple[Residual, ...]:
-        if self.has_experts:
-            return ()
-        mixer, scale = self.mamba if self.is_mamba else self.self_attn, self.residual_multiplier
-        mlp = (self.post_attention_layernorm, self.shared_mlp)
-        return (
-            Residual(self.input_layernorm, mixer, self.total, scale),
-            Residual(*mlp, self.total, scale, takes_context=False),
-        )
+        return () if self.has_experts else self.both_residuals(self.residual_multiplier)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden.add(self.mixed(hidden, ctx), alpha=self.residual_multiplier)
-        normed = self.post_attention_layernorm(hidden)
-        made = self.shared_mlp(normed)
+        norm, mixer, mlp_norm, mlp = self.parts
+        hidden = hidden.add(self.total(mixer(norm(hidden), ctx)), alpha=self.residual_multiplier)
+        normed = mlp_norm(hidden)
+        made = mlp(normed)
         if self.has_experts:
             made = made + self.block_sparse_moe(normed)
         return hidden.add(self.total(made), alpha=self.residual_multiplier)

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor
-
-from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
-from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
@@ -28,31 +25,25 @@ NAMES = {
 KINDS = {"full_attention": "attention", "conv": "recurrent"}
 
 
-class Lfm2Layer(Layer):
+class Lfm2Layer(PreNormLayer):
+    names = LayerNames("operator_norm", "ffn_norm", "feed_forward")
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        size, kind = config.hidden_size, config.blocks[layer]
+        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
         index = config.places_before(layer, kind)
-        self.operator_norm = RMSNorm(size, config.norm_eps)
-        self.attends = kind == "attention"
-        if self.attends:
+        mixer: Attention | ShortConv
+        if kind == "attention":
             assert config.attention is not None
-            self.self_attn = make_attention(config.attention, size, index, config.norm_eps)
+            name, mixer = "self_attn", make_attention(config.attention, size, index, eps)
         else:
             assert isinstance(config.recurrence, ShortConvConfig)
-            self.conv = ShortConv(config.recurrence, size, index)
-        self.ffn_norm = RMSNorm(size, config.norm_eps)
-        self.feed_forward: SigmoidMoE | GatedMLP
+            name, mixer = "conv", ShortConv(config.recurrence, size, index)
+        mlp: SigmoidMoE | GatedMLP
         if config.moe is not None and layer >= config.raw.get("num_dense_layers", 2):
-            self.feed_forward = SigmoidMoE(config.moe, size)
+            mlp = SigmoidMoE(config.moe, size)
         else:
-            self.feed_forward = GatedMLP(size, config.intermediate_size)
-        self.total = Total()
-
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        mixer = self.self_attn if self.attends else self.conv
-        hidden = hidden + self.total(mixer(self.operator_norm(hidden), ctx))
-        return hidden + self.total(self.feed_forward(self.ffn_norm(hidden)))
+            mlp = GatedMLP(size, config.intermediate_size)
+        super().__init__(size, eps, name, mixer, mlp)
 
 
 class Lfm2ForCausalLM(CausalLM):

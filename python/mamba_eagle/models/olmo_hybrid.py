@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
@@ -75,28 +76,17 @@ class OlmoDeltaNet(GatedDeltaNet):
         }
 
 
-class OlmoDeltaLayer(Layer):
+class OlmoDeltaLayer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         assert isinstance(config.recurrence, DeltaConfig)
         index = config.places_before(layer, "recurrent")
-        self.input_layernorm = RMSNorm(size, eps)
-        self.linear_attn = OlmoDeltaNet(config.recurrence, size, index)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size)
-        self.total = Total()
+        mixer = OlmoDeltaNet(config.recurrence, size, index)
+        mlp = GatedMLP(size, config.intermediate_size)
+        super().__init__(size, eps, "linear_attn", mixer, mlp)
 
     def residuals(self) -> tuple[Residual, ...]:
-        mlp = (self.post_attention_layernorm, self.mlp, self.total)
-        return (
-            Residual(self.input_layernorm, self.linear_attn, self.total),
-            Residual(*mlp, takes_context=False),
-        )
-
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden + self.total(self.linear_attn(self.input_layernorm(hidden), ctx))
-        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
+        return self.both_residuals()
 
 
 class OlmoAttentionLayer(Layer):

@@ -122,11 +122,7 @@ class QwenLayer(PreNormLayer):
         super().__init__(size, eps, name, mixer, mlp)
 
     def residuals(self) -> tuple[Residual, ...]:
-        mlp = (self.post_attention_layernorm, self.mlp, self.total)
-        return (
-            Residual(self.input_layernorm, getattr(self, self.mixer_name), self.total),
-            Residual(*mlp, takes_context=False),
-        )
+        return self.both_residuals()
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
