@@ -28,6 +28,7 @@ from torch import Tensor
 from mamba_eagle.gguf_files.config import num_layers
 from mamba_eagle.gguf_files.file import GgufFile, TensorInfo, open_gguf
 from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.models.base import Names
 from mamba_eagle.models.staging import Staging
 from mamba_eagle.models.stored import Opened, Part, Stored
 from mamba_eagle.quantization.gguf_blocks import BLOCKS, grouped
@@ -150,17 +151,14 @@ def projections(names: tuple[str, ...], source: str) -> dict[str, Recipe]:
 class Family(NamedTuple):
     """Where a family's tensors are in its own checkpoints."""
 
-    backbone: str
-    embedding: str
-    norm: str
+    names: Names
     layer: dict[str, Recipe]  # all that any of its layers may have
     norm_undo: Callable[[Tensor], Tensor] = unchanged
 
 
+BACKBONE = Names("backbone", "embeddings", "norm_f")
 NEMOTRON_H = Family(
-    "backbone",
-    "embeddings",
-    "norm_f",
+    BACKBONE,
     {
         "norm.weight": Recipe(("attn_norm.weight",)),
         **under("mixer", MIXER),
@@ -176,9 +174,7 @@ NEMOTRON_H = Family(
     },
 )
 QWEN = Family(
-    "model",
-    "embed_tokens",
-    "norm",
+    Names(),
     {
         "input_layernorm.weight": Recipe(("attn_norm.weight",), centred),
         "post_attention_layernorm.weight": Recipe(("post_attention_norm.weight",), centred),
@@ -228,15 +224,10 @@ QWEN_3_5 = QWEN._replace(
 # general.architecture -> its tensors
 FAMILIES = {
     "mamba2": Family(
-        "backbone",
-        "embeddings",
-        "norm_f",
-        {"norm.weight": Recipe(("attn_norm.weight",)), **under("mixer", MIXER)},
+        BACKBONE, {"norm.weight": Recipe(("attn_norm.weight",)), **under("mixer", MIXER)}
     ),
     "granitehybrid": Family(
-        "model",
-        "embed_tokens",
-        "norm",
+        Names(),
         {
             "input_layernorm.weight": Recipe(("attn_norm.weight",)),
             "post_attention_layernorm.weight": Recipe(("ffn_norm.weight",)),
@@ -258,9 +249,7 @@ FAMILIES = {
         },
     ),
     "falcon-h1": Family(
-        "model",
-        "embed_tokens",
-        "final_layernorm",
+        Names(norm="final_layernorm"),
         {
             "input_layernorm.weight": Recipe(("attn_norm.weight",)),
             # the converter writes this one without ".weight"
@@ -384,10 +373,9 @@ def made_tensors(file: GgufFile) -> dict[str, Made]:
             made[name] = Made(infos, recipe.undo, order, columns)
             used.update(sources)
 
-    plain, backbone = Recipe(()), family.backbone
-    make(f"{backbone}.{family.embedding}.weight", ("token_embd.weight",), plain)
-    norm = Recipe((), family.norm_undo)
-    make(f"{backbone}.{family.norm}.weight", ("output_norm.weight",), norm)
+    plain, (backbone, embedding, norm) = Recipe(()), family.names
+    make(f"{backbone}.{embedding}.weight", ("token_embd.weight",), plain)
+    make(f"{backbone}.{norm}.weight", ("output_norm.weight",), Recipe((), family.norm_undo))
     make("lm_head.weight", ("output.weight",), plain)
     for layer in range(num_layers(file)):
         for name, recipe in family.layer.items():
