@@ -65,9 +65,8 @@ class AdapterSlots:
         self.max_rank, self.num_slots = max_rank, num_slots
         self.dtype, self.device = model.dtype, device
         self.hides_factors = bool(model.config.raw.get("hides_factors"))
-        self.whole: nn.Module = model if split is None else split.whole
-        self.cuts = {} if split is None else split.cuts
-        self.places = None if split is None else split.places(model)
+        split = split or Split(model, {})
+        self.whole, self.cuts, self.places = split.whole, split.cuts, split.places(model)
         self.sizes = {name: part.weight.shape for name, part in adaptable(self.whole).items()}
         self.additions: dict[str, MatrixSlots] = {}
         self.products: list[Linear] = []  # those with additions
@@ -117,7 +116,7 @@ class AdapterSlots:
         pairs = folder.read()
         own = {}
         for module, target in targets.items():
-            name = target.name if self.places is None else self.places.get(target.name)
+            name = self.places.get(target.name)
             if name in self.additions:
                 own[name] = self._part(target, pairs[module])
         return own

@@ -76,23 +76,21 @@ def load_weights(
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape;
     ConfigError if the weights do not fit in memory.
     """
-    rooms = rooms or Rooms(model)
+    rooms, split = rooms or Rooms(model), split or Split(model, {})
     checkpoint = open_checkpoint(folder)
-    described = model if split is None else split.whole
-    refuse(checkpoint.folder, misfits(described, checkpoint.contents))
+    refuse(checkpoint.folder, misfits(split.whole, checkpoint.contents))
     checkpoint.log_quantization()
     if checkpoint.packed:
         rooms.of_few_bits()
     wrong = []
     contents = checkpoint.contents
     parts: dict[str, Part] = {}
-    places = None if split is None else split.places(model)
+    places = split.places(model)
     for name in contents:
-        if (target := place_of(described, name)) is not None:
-            part = part_of(target, {} if split is None else split.cuts)
-            found = part if places is None else part.held_as(places)
-            if found is not None:
-                parts[name] = found._replace(packed=name in checkpoint.packed)
+        if (target := place_of(split.whole, name)) is not None:
+            part = part_of(target, split.cuts).held_as(places)
+            if part is not None:
+                parts[name] = part._replace(packed=name in checkpoint.packed)
     parts = dict(sorted(parts.items(), key=lambda item: rooms.turn(item[1].target.name)))
     total = sum(contents[name].nbytes for name in parts)
     rooms.begin(str(checkpoint.folder), total / max(1, sum(contents[n].numel for n in parts)))
@@ -419,11 +417,9 @@ def random_weights(
     """Weights for ``--load-format dummy``: activations keep their size, and a seed gives the same
     ones again. They are made on the parameters' device. rooms, split: as for ``load_weights``; a
     rank gets its part of the weights that the whole model would get."""
-    rooms = rooms or Rooms(model)
-    cuts = {} if split is None else split.cuts
-    own = dict(model.named_parameters())
-    whole = own if split is None else dict(split.whole.named_parameters())
-    places = {name: name for name in own} if split is None else split.places(model)
+    rooms, split = rooms or Rooms(model), split or Split(model, {})
+    own, whole = (dict(each.named_parameters()) for each in (model, split.whole))
+    places = split.places(model)
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, like in whole.items():
@@ -434,8 +430,8 @@ def random_weights(
             value = random_weight(name, like, generators[device])
             if held is None:
                 continue
-            if name in cuts and value.dim():
-                value = cuts[name].of(value)
+            if name in split.cuts and value.dim():
+                value = split.cuts[name].of(value)
             rooms.put(Target(held), value)
     rooms.finish()
 
