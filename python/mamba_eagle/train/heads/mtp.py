@@ -15,7 +15,7 @@ from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.heads.config import head_config
-from mamba_eagle.train.heads.unrolled import UnrolledHead, begin, unroll
+from mamba_eagle.train.heads.unrolled import UnrolledHead
 from mamba_eagle.train.settings import TrainSettings
 
 
@@ -54,9 +54,9 @@ class TrainableMtp(UnrolledHead):
         """With separate modules, module j reads module j - 1 of the preceding entry, never its own
         drafts. So all entries are true ones, and one pass gives every module's output."""
         if self.network.max_depth is None:
-            yield from unroll(self.network, tokens, features, depth)
+            yield from super().unroll(tokens, features, depth)
         else:
-            outputs = begin(self.network, tokens, features).outputs
+            outputs = self.begin(tokens, features).outputs
             for _ in range(depth):
                 yield outputs
 

@@ -145,34 +145,6 @@ class Begun(NamedTuple):
     context: UnrolledContext
 
 
-def begin(network: DraftNetwork, tokens: Tensor, features: Tensor) -> Begun:
-    """Runs the true entries as ``DraftNetwork.chain`` does: tokens [b, l], features [b, l, W]."""
-    batch, length = tokens.shape
-    context = UnrolledContext(batch, length, tokens.device)
-    given = network.entry_features(features.flatten(0, 1)).unflatten(0, tokens.shape)
-    carry = given.new_zeros(len(tokens), network.carry_size)
-    return Begun(network.run_entries(tokens, shift(given, 1), carry, context), context)
-
-
-def unroll(network: DraftNetwork, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Tensor]:
-    """Yields the outputs [b, l, O] of each depth below ``depth``.
-
-    At depth j, entry p is the draft token j places after its root and predicts token p + 1; the
-    first j entries are meaningless.
-
-    Args:
-        tokens: [b, l].
-        features: [b, l, W], the target's at these tokens.
-    """
-    outputs, context = begin(network, tokens, features)
-    yield outputs
-    for j in range(1, depth):
-        above = shift(outputs, 1).flatten(0, 1)
-        outputs = network.lanes(j, tokens.flatten(), above, context)
-        outputs = outputs.unflatten(0, tokens.shape)
-        yield outputs
-
-
 DEPTH_DECAY = 0.8  # weight of each depth relative to the one above it
 
 
@@ -185,9 +157,31 @@ class UnrolledHead(TrainableHead):
 
     network: DraftNetwork
 
+    def begin(self, tokens: Tensor, features: Tensor) -> Begun:
+        """Runs the true entries: tokens [b, l], features [b, l, W]."""
+        network, (batch, length) = self.network, tokens.shape
+        context = UnrolledContext(batch, length, tokens.device)
+        given = network.entry_features(features.flatten(0, 1)).unflatten(0, tokens.shape)
+        carry = given.new_zeros(len(tokens), network.carry_size)
+        return Begun(network.run_entries(tokens, shift(given, 1), carry, context), context)
+
     def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Tensor]:
-        """As the function ``unroll``."""
-        return unroll(self.network, tokens, features, depth)
+        """Yields the outputs [b, l, O] of each depth below ``depth``.
+
+        At depth j, entry p is the draft token j places after its root and predicts token p + 1; the
+        first j entries are meaningless.
+
+        Args:
+            tokens: [b, l].
+            features: [b, l, W], the target's at these tokens.
+        """
+        outputs, context = self.begin(tokens, features)
+        yield outputs
+        for j in range(1, depth):
+            above = shift(outputs, 1).flatten(0, 1)
+            outputs = self.network.lanes(j, tokens.flatten(), above, context)
+            outputs = outputs.unflatten(0, tokens.shape)
+            yield outputs
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         """Logits of the head's own vocabulary: outputs [n, O] of entries at ``depth`` -> [n, D]
