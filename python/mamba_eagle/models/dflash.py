@@ -10,10 +10,10 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.block import PreNormLayer
 from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.embedding import Embedding
-from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
@@ -21,32 +21,27 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.dflash_config import block_config, held_tokens
+from mamba_eagle.models.dflash_config import block_config
 from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
 from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
 
-# of other tools: the target's own, what only training needs, and what config.json implies
 Head = Callable[[Tensor], Tensor]  # an lm_head
 
+# of other tools: the target's own, what only training needs, and what config.json implies
 NOT_NEEDED = ("verifier_norm.", "verifier_lm_head.", "t2d")
 ENCODER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
-class BlockLayer(Layer):
+class BlockLayer(PreNormLayer):
     """A layer of Qwen3."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        block = block_config(config)
+        size, eps, block = config.hidden_size, config.norm_eps, block_config(config)
         assert config.attention is not None
-        window, causal = block.windows[index], block.causal[index]
-        self.self_attn = BlockAttention(
-            config.attention, size, index, eps, window, causal, block.sinks
-        )
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        seen = (block.windows[index], block.causal[index], block.sinks)
+        attention = BlockAttention(config.attention, size, index, eps, *seen)
+        mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        super().__init__(size, eps, "self_attn", attention, mlp)
 
 
 class BlockDraftModel(DraftVocabularyModel):
@@ -74,16 +69,10 @@ class BlockDraftModel(DraftVocabularyModel):
         self.layers = nn.ModuleList(layers)
         self._blocks = tuple(layers)
         self.norm = RMSNorm(size, config.norm_eps)
-        reduced = block.draft_vocab_size != config.vocab_size
         foreign = size != block.target_hidden_size
-        self.embed_tokens = self.lm_head = None
-        if "embed_tokens.weight" in stored or foreign:
-            self.embed_tokens = Embedding(config.vocab_size, size)
-        if "lm_head.weight" in stored or reduced or foreign:
-            self.lm_head = Linear(size, held_tokens(config).size)
+        self.make_vocabulary(config, block.draft_vocab_size, foreign, stored)
         masked = "mask_embedding" in stored
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if masked else None
-        self.map_tokens(block.draft_vocab_size, config.vocab_size, "d2t" in stored)
         self.markov_head = self.confidence_head = None
         if block.markov_rank:
             self.markov_head = MarkovHead(config)
@@ -95,7 +84,7 @@ class BlockDraftModel(DraftVocabularyModel):
 
     def prepare(self, ops: LayerOps) -> None:
         super().prepare(ops)
-        self._context = _StackedContext([layer.self_attn for layer in self._blocks], ops)
+        self._context = _StackedContext([layer.parts.mixer for layer in self._blocks], ops)
 
     # ── the context ──
 
@@ -110,7 +99,7 @@ class BlockDraftModel(DraftVocabularyModel):
         rotation = self.rotary(positions, context.device)
         if self._context is not None:
             return self._context(context, rotation)
-        pairs = [layer.self_attn.context_kv(context, rotation) for layer in self._blocks]
+        pairs = [layer.parts.mixer.context_kv(context, rotation) for layer in self._blocks]
         keys, values = zip(*pairs, strict=True)
         return torch.stack(keys), torch.stack(values)
 
@@ -135,12 +124,10 @@ class BlockDraftModel(DraftVocabularyModel):
         """
         ctx.rotation = self.rotary(ctx.positions, embedded.device)
         layers = self._blocks
-        following = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
-        stream, normed = embedded, layers[0].input_layernorm(embedded)
+        following = [layer.first_norm for layer in layers[1:]] + [self.norm]
+        stream, normed = embedded, layers[0].first_norm(embedded)
         for layer, norm in zip(layers, following, strict=True):
-            added = layer.self_attn(normed, ctx)
-            normed, stream = layer.post_attention_layernorm.after(stream, added)
-            normed, stream = norm.after(stream, layer.mlp(normed))
+            normed, stream = norm.after(*layer.before_sum(stream, normed, ctx))
         return normed
 
     def logits(self, hidden: Tensor, lm_head: Head) -> Tensor:

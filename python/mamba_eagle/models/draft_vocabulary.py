@@ -1,10 +1,15 @@
 """Drafters that know a part of the target's vocabulary: ``d2t`` of their checkpoints."""
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
+from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard
@@ -14,11 +19,23 @@ class DraftVocabularyModel(Layer):
     """Token i of V' draft tokens is token ``target_ids()[i]`` of the target's V."""
 
     d2t: Tensor | None  # [V'] int64: what to add to a draft token; None: nothing
+    embed_tokens: Embedding | None  # None: the target's
+    lm_head: Linear | None
 
-    def map_tokens(self, size: int, vocab_size: int, mapped: bool) -> None:
-        """size, vocab_size: V' and V. mapped: whether there is a ``d2t`` though they are equal."""
-        self.draft_vocab_size, self.vocab_size = size, vocab_size
-        has_map = mapped or size != vocab_size
+    def make_vocabulary(
+        self, config: ModelConfig, size: int, foreign: bool, stored: Container[str]
+    ) -> None:
+        """size: V'. foreign: whether the target has another hidden size, so that nothing of it can
+        be used. stored: names in the checkpoint, which say what there is though the target's would
+        do."""
+        self.draft_vocab_size, self.vocab_size = size, config.vocab_size
+        reduced = size != config.vocab_size
+        self.embed_tokens = self.lm_head = None
+        if "embed_tokens.weight" in stored or foreign:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        if "lm_head.weight" in stored or reduced or foreign:
+            self.lm_head = Linear(config.hidden_size, (config.head_tokens or Span(0, size)).size)
+        has_map = "d2t" in stored or reduced
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if has_map else None)
         self._target_ids: Tensor | None = None
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
-from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
 from mamba_eagle.models.parse import attention_config, model_config, only
@@ -74,13 +73,7 @@ class Eagle3Head(DraftVocabularyModel):
         self.fc = Linear(taps * given, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.norm_eps)
-        tokens = draft_vocab_size(config)
-        self.embed_tokens = self.lm_head = None
-        if "embed_tokens.weight" in stored or size != given:
-            self.embed_tokens = Embedding(config.vocab_size, size)
-        if "lm_head.weight" in stored or tokens != config.vocab_size or size != given:
-            self.lm_head = Linear(size, (config.head_tokens or Span(0, tokens)).size)
-        self.map_tokens(tokens, config.vocab_size, "d2t" in stored)
+        self.make_vocabulary(config, draft_vocab_size(config), size != given, stored)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's hidden states side by side [n, 3 * its hidden_size] -> [n, hidden_size]."""
