@@ -97,6 +97,7 @@ ADMIN: list[tuple[str, str, Any]] = [
     ("POST", "/flush_cache", None),
     ("GET", "/flush_cache", None),
     ("POST", "/abort_request", {"abort_all": True}),
+    ("POST", "/abort_requests", {"request_ids": ["x"]}),
     ("GET", "/cache?text=1", None),
     ("POST", "/start_profile", {"num_steps": 5}),
     ("POST", "/stop_profile", None),
