@@ -111,6 +111,7 @@ class NgramDrafter(Drafter):
         self.index, self.table, self.place = index, table, place
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
         self.untracked: set[int] = set()
+        self.salted: set[int] = set()  # others may not see their texts, not in drafts either
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -120,6 +121,8 @@ class NgramDrafter(Drafter):
                 history = item.first.history
                 assert len(history) == item.start, "the plan lacks the cached prefix's tokens"
                 self.index.begin(item.slot, history)
+                if item.first.salted:
+                    self.salted.add(item.slot)
             self.index.append(item.slot, item.token_ids)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
@@ -177,8 +180,9 @@ class NgramDrafter(Drafter):
         self._read()
         for slot, position in zip(slots, positions, strict=True):
             # the last token is part of the text, although the target has not processed it
-            self.index.end(slot, position + 1)
+            self.index.end(slot, 0 if slot in self.salted else position + 1)
         self.untracked.difference_update(slots)
+        self.salted.difference_update(slots)
 
     @property
     def num_bytes(self) -> int:

@@ -461,6 +461,7 @@ class FirstChunk(Returned, kw_only=True):
     history: Indices = msgspec.field(default_factory=indices)
     logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
     adapter: int = -1  # its slot; -1: none
+    salted: bool = False  # a drafter is not to draft for others from its text
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):

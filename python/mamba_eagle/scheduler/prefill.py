@@ -290,6 +290,7 @@ class PrefillManager:
             prefix_kv_slots=held.kv[:start],
             logprob_temperature=heat if tempered else 1.0,
             adapter=self.adapters.slot_of(request.adapter),
+            salted=bool(request.asked.salt),
             **returned,
         )
         if start > 0:

@@ -79,6 +79,23 @@ def test_an_aborted_request_teaches_nothing(target: Path) -> None:
     assert again.proposals == first.proposals
 
 
+@pytest.mark.parametrize("salted", [True, False])
+def test_a_salted_request_teaches_nothing_and_the_next_one_of_its_slot_does(salted: bool) -> None:
+    """Traces show drafts, and a salt is there to hide what was asked."""
+    index = NgramIndex(1, 2000, 10_000, 6)
+    drafter = NgramDrafter(index, RequestTable(1, 2000, torch.device("cpu")), Host())
+    empty, features = index.nodes[index.finished].copy(), torch.zeros(1)
+    for hidden in (salted, not salted):
+        first = FirstChunk(sampling=SamplingParams(), output_start=4, salted=hidden)
+        slots = {"slot": 0, "state_slot": 0, "start": 0, "kv_slots": indices()}
+        item = PrefillItem(token_ids=indices([5, 6, 7, 8]), first=first, **slots)
+        before = index.nodes[index.finished].copy()
+        drafter.observe_prefill([item], torch.tensor([0]), features, features)
+        drafter.release([0], [4])
+        assert np.array_equal(index.nodes[index.finished], before) == hidden
+    assert not np.array_equal(index.nodes[index.finished], empty)
+
+
 def test_the_end_of_a_text_is_learnt_with_it(target: Path) -> None:
     """The last token is never run, but it is in the text."""
     engine = Engine(target, None, SHAPES["chain"])

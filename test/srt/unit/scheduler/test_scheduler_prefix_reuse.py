@@ -351,10 +351,13 @@ def test_state_counts():
 
 def test_requests_of_different_salts_share_nothing():
     serving = server()
+    plans = record(serving)
     for rid, salt in (("a", "x"), ("b", "y"), ("c", ""), ("d", "x"), ("e", "y"), ("f", "")):
         serving.add(rid, TRUNK, SHORT, salt=salt)
         serving.finish()
     assert [serving.last[rid].cached_tokens for rid in "abcdef"] == [0, 0, 0, 999, 999, 999]
+    firsts = [item.first for plan in plans for item in plan.prefill if item.first]
+    assert [first.salted for first in firsts] == [True, True, False, True, True, False]
 
 
 def test_requests_of_different_salts_do_not_wait_for_each_other():
