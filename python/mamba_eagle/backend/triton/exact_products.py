@@ -4,11 +4,10 @@ In 16 bits that is ordered steps of 16 columns in one accumulator (kernels/linea
 is also what cuBLASLt does where it may not divide the columns. Whether it does is tried for each
 shape of a weight, since libraries change; where it does not, the kernel multiplies prompts, too.
 In float8 the kernel of few tokens serves all numbers of them; with scales of rows another one
-serves prompts, with scales of blocks cuBLASLt, which is tried in the same way.
+serves prompts.
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,46 +51,26 @@ class ExactProduct(SixteenBitProduct):
         return y.unflatten(0, x.shape[:-1])
 
 
-def _tried_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inputs of a weight [out, in]."""
-    draw = torch.Generator(weight.device).manual_seed(0)
-    shape = (max(TRIED), weight.shape[1])
-    return torch.randn(shape, generator=draw, device=weight.device).to(dtype)
-
-
 def library_agrees(weight: Tensor) -> bool:
     """Whether cuBLASLt's products with ``weight`` [out, in] have the kernel's bits."""
-    x = _tried_rows(weight, weight.dtype)
+    draw = torch.Generator(weight.device).manual_seed(0)
+    shape = (max(TRIED), weight.shape[1])
+    x = torch.randn(shape, generator=draw, device=weight.device).to(weight.dtype)
     wanted = sixteen_bit.linear(x, weight, None)
     library = SixteenBitProduct(weight).library
     return all(torch.equal(library(x[:n], None, None), wanted[:n]) for n in TRIED)
 
 
 class ExactFloat8(Float8Product):
-    """Undivided columns for any number of tokens. has_library: whether cuBLASLt has the bits of the
-    kernel with scales of blocks."""
+    """Undivided columns for any number of tokens."""
 
     sizes = (16, 32, FEW_TOKENS, *prompts.SIZES)
-    has_library = False
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
-        many = len(given.values) > FEW_TOKENS
-        if many and self.block is None:
+        if len(given.values) > FEW_TOKENS and self.block is None:
             return prompts.product(given, self.weight, self.scale, bias, self.dtype)
-        if many and self.has_library and bias is None:
-            assert self.block_scale is not None
-            return self.library_by_blocks(given, self.block_scale)
         return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
-
-    def library_agrees(self) -> bool:
-        if self.block_scale is None or not self.rounding.group:
-            return False
-        x = _tried_rows(self.weight, self.dtype)
-        wanted = self(x, None)
-        some = (float8.rounded(x[:n], self.rounding) for n in TRIED)
-        found = (self.library_by_blocks(each, self.block_scale) for each in some)
-        return all(torch.equal(each, wanted[: len(each)]) for each in found)
 
 
 def forbid_partial_sums() -> None:
@@ -112,25 +91,18 @@ class ExactOps(TritonOps):
     def pack_linear(self, weight: Tensor) -> Product | None:
         if weight.dtype not in SIXTEEN_BITS:  # some of a drafter's, which only guesses
             return None
-        agrees = self._agrees((*weight.shape, weight.dtype), lambda: library_agrees(weight))
-        return ExactProduct(weight, agrees)
+        kind = (*weight.shape, weight.dtype)
+        if kind not in self.tried:
+            self.tried[kind] = library_agrees(weight)
+            if not self.tried[kind]:
+                log.warning("--exact: cuBLASLt divides sums of %s; prompts take longer", kind)
+        return ExactProduct(weight, self.tried[kind])
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         product = super().pack_matrix(matrix, dtype)
         if isinstance(product, Float8Product) and isinstance(matrix, Float8Matrix):
-            product = ExactFloat8(matrix, dtype)
-            if matrix.block is not None:
-                kind = (*matrix.shape, matrix.block)
-                product.has_library = self._agrees(kind, product.library_agrees)
+            return ExactFloat8(matrix, dtype)
         return product
-
-    def _agrees(self, kind: tuple[object, ...], tried: Callable[[], bool]) -> bool:
-        """Whether a library has a kernel's bits for weights of a kind, which is tried once."""
-        if kind not in self.tried:
-            self.tried[kind] = tried()
-            if not self.tried[kind]:
-                log.warning("--exact: cuBLASLt has other sums of %s; prompts take longer", kind)
-        return self.tried[kind]
 
     def fuse_experts(
         self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype

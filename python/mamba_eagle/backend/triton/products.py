@@ -113,7 +113,10 @@ class Float8Product(MatrixProduct):
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
         n = len(given.values)
         if self.block_scale is not None and given.group and n > FEW_TOKENS:
-            y = self.library_by_blocks(given, self.block_scale)
+            whole = float8.with_room(given)
+            forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+            scales = (whole.scale, forms[0], self.block_scale, forms[1])
+            y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)[:n]
             return y if bias is None else y + bias
         if self.block is not None:
             return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
@@ -128,14 +131,6 @@ class Float8Product(MatrixProduct):
         y = torch.empty(n, self.rows, dtype=self.dtype, device=sums.device)
         float8.join(sums[None], given.scale, self.scale, bias, y)
         return y
-
-    def library_by_blocks(self, x: Rounded, scale: Tensor) -> Tensor:
-        """cuBLASLt's product. scale: ``block_scale``."""
-        whole = float8.with_room(x)
-        forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        scales = (whole.scale, forms[0], scale, forms[1])
-        y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)
-        return y[: len(x.values)]
 
     def _library(
         self,
