@@ -171,13 +171,14 @@ def test_rounded_gated_norm_in_groups(form: str, norm_first: bool) -> None:
 
 
 @only_triton
-@pytest.mark.parametrize("size", [128, 1408])
-def test_rounded_silu_and_mul(form: str, size: int) -> None:
-    from mamba_eagle.kernels.silu_gate.triton import rounded_silu_and_mul
+@pytest.mark.parametrize("size, group", [(128, 128), (1408, 128), (192, 64)])
+def test_rounded_silu_and_mul(form: str, size: int, group: int) -> None:
+    """Groups of other sizes are rounded by a launch of their own."""
+    from mamba_eagle.backend.triton.layer_ops import TritonOps
 
     both = 4 * normal(3, 2 * size + 8)[:, 8:]
-    found = rounded_silu_and_mul(both.to(device_of(form)), Rounding(None, 128))
-    check_rounded(found, silu_and_mul(both), None, 128)
+    found = TritonOps().rounded_silu_and_mul(both.to(device_of(form)), Rounding(None, group))
+    check_rounded(found, silu_and_mul(both), None, group)
 
 
 # ── products ──

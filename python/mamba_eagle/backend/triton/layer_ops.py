@@ -22,7 +22,7 @@ from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_
 from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
-from mamba_eagle.kernels.silu_gate.triton import rounded_silu_and_mul, silu_and_mul
+from mamba_eagle.kernels.silu_gate.triton import GROUP, rounded_silu_and_mul, silu_and_mul
 from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
@@ -84,7 +84,7 @@ class TritonOps(CudaOps):
         return rounded_relu_squared(x, rounding)
 
     def rounded_silu_and_mul(self, both: Tensor, rounding: Rounding) -> Rounded:
-        if not rounding.group:
+        if rounding.group != GROUP:
             return super().rounded_silu_and_mul(both, rounding)
         return rounded_silu_and_mul(both, rounding)
 
