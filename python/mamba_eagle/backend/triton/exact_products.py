@@ -3,8 +3,7 @@
 In 16 bits that is ordered steps of 16 columns in one accumulator (kernels/linear/triton.py), which
 is also what cuBLASLt does where it may not divide the columns. Whether it does is tried for each
 shape of a weight, since libraries change; where it does not, the kernel multiplies prompts, too.
-In float8 the kernel of few tokens serves all numbers of them; with scales of rows another one
-serves prompts.
+In float8 one kernel serves few tokens, another one, with its bits, all other numbers of them.
 """
 
 import logging
@@ -68,9 +67,8 @@ class ExactFloat8(Float8Product):
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
-        if len(given.values) > FEW_TOKENS and self.block is None:
-            return prompts.product(given, self.weight, self.scale, bias, self.dtype)
-        return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
+        multiply = float8.product if len(given.values) <= FEW_TOKENS else prompts.product
+        return multiply(given, self.weight, self.scale, bias, self.dtype, self.block)
 
 
 def forbid_partial_sums() -> None:

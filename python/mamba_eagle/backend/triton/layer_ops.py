@@ -19,7 +19,7 @@ from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_squared
-from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
+from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, fuses, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import GROUP, rounded_silu_and_mul, silu_and_mul
@@ -62,19 +62,19 @@ class TritonOps(CudaOps):
         rotate_(q, cos, sin, k, norms)
         return q, k
 
-    # ── float8; of what has scales by groups of channels, gates alone are fused ──
+    # ── float8; squares with scales by groups of channels are not fused ──
 
     def rounded_rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
     ) -> Rounded:
-        if rounding.group:
+        if not fuses(x.shape[1], rounding):
             return super().rounded_rms_norm(x, weight, eps, rounding)
         return rounded_rms_norm(x, None, weight, eps, rounding)
 
     def rounded_add_rms_norm(
         self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
     ) -> Normed:
-        if rounding.group:
+        if not fuses(added.shape[1], rounding):
             return super().rounded_add_rms_norm(stream, added, weight, eps, rounding)
         return Normed(rounded_rms_norm(stream, added, weight, eps, rounding), stream)
 

@@ -3,7 +3,8 @@
 A program multiplies some rows of the weight with all columns and 16 to 64 tokens. The weight is
 the first factor: it has enough rows for the tensor cores' widest instruction however few tokens
 there are. Scales of rows and tokens are applied to the finished sums; scales of blocks to the sum
-of each 128 columns.
+of each 128 columns, for which more than a few tokens are better the first factor: then a thread
+needs the scales of two of them.
 """
 
 from typing import NamedTuple
@@ -145,6 +146,7 @@ class Config(NamedTuple):
     warps: int
     stages: int  # iterations in flight
     ahead: int = 0  # as in kernels/linear
+    tokens_first: bool = False  # with scales of blocks: the factor with at least 64 numbers
 
 
 # columns of an iteration, which are summed up in the tensor cores before they are added
@@ -229,6 +231,21 @@ def _tiles(rows, tokens, is_row, is_token, at, columns):
     return w, t
 
 
+@triton.jit
+def _block_sums(w, t, TOKENS_FIRST: tl.constexpr):
+    """Products of a block of columns: [rows, tokens] or, if TOKENS_FIRST, [tokens, rows]."""
+    if TOKENS_FIRST:
+        return product_of_tiles(t, w, tl.zeros([t.shape[0], w.shape[0]], tl.float32))
+    else:
+        return product_of_tiles(w, t, tl.zeros([w.shape[0], t.shape[0]], tl.float32))
+
+
+@triton.jit
+def _of_tokens(scales, TOKENS_FIRST: tl.constexpr):
+    """scales [tokens] beside such sums."""
+    return tl.expand_dims(scales, 1 if TOKENS_FIRST else 0)
+
+
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "x_group_stride", "blocks_in"])
 def _block_kernel(
     x,  # [n, columns] float8
@@ -245,6 +262,7 @@ def _block_kernel(
     x_group_stride,
     BLOCK_OUT: tl.constexpr,  # rows of a block, a multiple of ROWS
     GROUPED: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -259,7 +277,10 @@ def _block_kernel(
     is_row, is_token = row < out, token < n
     rows = weight + row.to(tl.int64)[:, None] * columns
     tokens = x + token.to(tl.int64)[:, None] * columns
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    if TOKENS_FIRST:
+        acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
     scales = scale + first // BLOCK_OUT * blocks_in
     own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
     previous_done(OVERLAP)
@@ -276,16 +297,18 @@ def _block_kernel(
         if GROUPED:
             next_o = tl.load(own + tl.minimum(block, last) * x_group_stride)
             next_more_o = tl.load(own + tl.minimum(block + 1, last) * x_group_stride)
-        part = product_of_tiles(w, t, tl.zeros([ROWS, TOKENS], tl.float32))
-        more = product_of_tiles(more_w, more_t, tl.zeros([ROWS, TOKENS], tl.float32))
+        part = _block_sums(w, t, TOKENS_FIRST)
+        more = _block_sums(more_w, more_t, TOKENS_FIRST)
         if GROUPED:
-            acc += part * (o * s)[None, :]
-            acc += more * (more_o * more_s)[None, :]
+            acc += part * _of_tokens(o * s, TOKENS_FIRST)
+            acc += more * _of_tokens(more_o * more_s, TOKENS_FIRST)
             o, more_o = next_o, next_more_o
         else:
             acc += part * s
             acc += more * more_s
         s, more_s = next_s, next_more_s
+    if TOKENS_FIRST:
+        acc = tl.trans(acc)
     acc = with_scales(
         acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, 0,
         not GROUPED, False, HAS_BIAS,
@@ -337,7 +360,8 @@ def choose_config(n: int, rows: int, blocks: bool) -> Config:
     """
     alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
     if blocks:
-        return Config(64, tokens, 4, 4 if alone else 3)
+        few = n <= 16
+        return Config(64, 16 if few else 64, 4, 4 if alone else 3, tokens_first=not few)
     return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
 
 
@@ -369,6 +393,7 @@ def product(
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
+        blocks["TOKENS_FIRST"] = config.tokens_first
         strides = x.scale.stride() if x.group else (x_stride, 0)
         _block_kernel[grid](*operands, scale.shape[1], *strides, **blocks, **shape)
     else:

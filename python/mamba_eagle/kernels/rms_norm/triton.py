@@ -49,22 +49,24 @@ def _sums(
     return sums
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "scale_stride"])
 def _norm_kernel(
     x,  # [n, SIZE], rows x_stride apart; changed if HAS_ADDED
     added,  # [n, SIZE], rows added_stride apart; read if HAS_ADDED
     weight,  # [SIZE]
     static,  # [1, 1], read if ROUNDED and not DYNAMIC
     out,  # [n, SIZE], rows out_stride apart; may be added. Float8 if ROUNDED, rows side by side
-    scales,  # [n, 1], written if DYNAMIC
+    scales,  # [n, 1] or, if GROUP, [n, groups], written if DYNAMIC
     n,
     x_stride,
     added_stride,
     out_stride,
+    scale_stride,  # from group to group
     eps,
     HAS_ADDED: tl.constexpr,
     ROUNDED: tl.constexpr,  # one row per program
     DYNAMIC: tl.constexpr,
+    GROUP: tl.constexpr,  # channels that have a scale together; 0: all
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a block
     BLOCKS: tl.constexpr,  # of a row; they stay in registers
@@ -93,16 +95,24 @@ def _norm_kernel(
     normed = ()
     for block in tl.static_range(BLOCKS):
         normed += (numbers[block] * inverse * w[block].to(tl.float32),)
-    if DYNAMIC:
+    if DYNAMIC and GROUP == 0:
         largest = tl.abs(normed[0])
         for block in tl.static_range(1, BLOCKS):
             largest = tl.maximum(largest, tl.abs(normed[block]))
         scale = token_scale(tl.max(largest, 1), 0)
         tl.store(scales + row, scale)
-    elif ROUNDED:
+    elif ROUNDED and GROUP == 0:
         scale = tl.load(static)
     for block in tl.static_range(BLOCKS):
-        value = to_e4m3(normed[block] / scale) if ROUNDED else normed[block]
+        value = normed[block]
+        if GROUP > 0:
+            parts = tl.reshape(value, [BLOCK // GROUP, GROUP])
+            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            own = token_scale(parts, 1)
+            tl.store(scales + group * scale_stride + row, own, mask=group * GROUP < SIZE)
+            value = tl.reshape(to_e4m3(parts / own[:, None]), [1, BLOCK])
+        elif ROUNDED:
+            value = to_e4m3(value / scale)
         to = out + row * (SIZE if ROUNDED else out_stride) + column + block * BLOCK
         tl.store(to, value, mask=inside_row(exists, column, block, SIZE, BLOCK))
 
@@ -120,12 +130,14 @@ def _launch_norm(
     eps: float,
     dynamic: bool = False,
 ) -> None:
-    """dynamic: whether each token gets a scale, which is written."""
+    """dynamic: whether each token or group gets a scale, which is written."""
     n, size = x.shape
     block, blocks = blocks_of(size)
     rows, own, warps = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None), choose_warps
+    group, group_stride = 0, 0
     if rounds := isinstance(out, Rounded):
         rows, own, warps = 1, (out.scale, out.values, out.scale), warps_of_row
+        group, group_stride = out.group, out.scale.stride(1)
     _norm_kernel[(cdiv(n, rows),)](
         x,
         x if added is None else added,
@@ -135,10 +147,12 @@ def _launch_norm(
         x.stride(0),
         0 if added is None else added.stride(0),
         None if rounds else out.stride(0),
+        group_stride,
         eps,
         HAS_ADDED=added is not None,
         ROUNDED=rounds,
         DYNAMIC=dynamic,
+        GROUP=group,
         SIZE=size,
         BLOCK=block,
         BLOCKS=blocks,
@@ -166,8 +180,13 @@ def rounded_rms_norm(
 ) -> Rounded:
     """The norm of x, or of ``x + added``, to which x is then set.
 
-    x, added [n, size], last dimension contiguous; weight [size]. rounding: without groups.
+    x, added [n, size], last dimension contiguous; weight [size]. rounding: ``fuses`` it.
     """
     out = empty_rounded(*x.shape, rounding, x.device)
     _launch_norm(x, added, weight, out, eps, dynamic=rounding.scale is None)
     return out
+
+
+def fuses(size: int, rounding: Rounding) -> bool:
+    """Whether a norm's program rounds: if groups do not divide its blocks, another one does."""
+    return not rounding.group or blocks_of(size)[0] % rounding.group == 0
