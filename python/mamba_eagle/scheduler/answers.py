@@ -23,6 +23,7 @@ from mamba_eagle.message import (
     ProfileReply,
     RankReply,
     StateReply,
+    SumWeights,
     ToRunner,
     ToServer,
     UnloadAdapter,
@@ -69,10 +70,10 @@ class Answers:
                 self._reply(Done(call_id=number, problem=problem))
             case CloseSession():
                 self._reply(Done(call_id=number, problem=scheduler.sessions.close(asked.name)))
+            case LoadAdapter() | AskRanks(task=SumWeights()) if scheduler.pauses.without_memory:
+                self._reply(Done(call_id=number, problem=RELEASED))
             case Profile() | AskRanks():
                 self._order(asked)
-            case LoadAdapter() if scheduler.pauses.without_memory:
-                self._reply(Done(call_id=number, problem=RELEASED))
             case LoadAdapter():
                 self._tell(scheduler.adapters.load(asked))
             case UnloadAdapter():

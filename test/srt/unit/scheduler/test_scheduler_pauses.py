@@ -14,12 +14,14 @@ from fake_tiers import TieredRunner
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import (
+    AskRanks,
     ChangeModel,
     Done,
     ExportPrefix,
     ImportPrefix,
     LoadAdapter,
     RequestOutput,
+    SumWeights,
     TierSizes,
     Weights,
 )
@@ -151,8 +153,8 @@ def test_memory_is_released_once_and_resumed_once(trainer: Trainer) -> None:
 
 
 def test_a_runner_without_memory_gets_no_plan(tmp_path: Path) -> None:
-    """Nor a prefix, nor an adapter. What is to be forgotten on disk is forgotten when its memory
-    is back."""
+    """Nor a prefix, an adapter or a question about its weights. What is to be forgotten on disk is
+    forgotten when its memory is back."""
     log = tmp_path / "log"
     log.touch()
     sizes = TierSizes(host_units=200, disk_units=900, kv_units=1, disk_log=str(log))
@@ -172,6 +174,7 @@ def test_a_runner_without_memory_gets_no_plan(tmp_path: Path) -> None:
             ImportPrefix(path="?"),
             ExportPrefix(token_ids=PROMPT, salt="", path="?"),
             LoadAdapter(name="?", path="?"),
+            AskRanks(task=SumWeights()),
         ):
             answers.take(asked)
             assert "released" in replies.pop().problem
