@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from mamba_eagle.models.stored import Stored
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MATRIX = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+OWN = r"(.*\.)?({})$"  # a module that a pattern means
 DTYPES = ("F32", "F16", "BF16")
 MAX_CONFIG_BYTES = 1 << 20
 # What changes more than W + scale · BA, with what to do instead.
@@ -69,7 +71,7 @@ class PeftConfig:
 def _own(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
     """A pattern is the end of a module's name, or a regular expression for it, as PEFT has it."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(OWN.format(pattern), module):
             return value
     return otherwise
 
@@ -189,13 +191,14 @@ class PeftFolder:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max
 
 
 def _is_pattern(value: Any) -> bool:
     if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
         return False
     try:
-        return all(re.compile(pattern) for pattern in value)
+        return all(re.compile(OWN.format(pattern)) for pattern in value)
     except re.error:
         return False
