@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises: UnsupportedModel if the file holds anything but a JSON object."""
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not valid JSON: {error}; download it again") from None
     if not isinstance(values, dict):
         raise UnsupportedModel(

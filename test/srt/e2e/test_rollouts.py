@@ -111,18 +111,20 @@ def test_a_folder_that_is_no_checkpoint_of_this_model_is_refused(
     engine: Engine, tmp_path: Path
 ) -> None:
     before = texts(engine)
-    cut, pickled, larger = (tmp_path / name for name in ("cut", "pickled", "larger"))
-    for folder in (cut, pickled, larger):
+    cut, pickled, larger, deep = (tmp_path / name for name in ("cut", "pickled", "larger", "deep"))
+    for folder in (cut, pickled, larger, deep):
         shutil.copytree(EMBEDDED_MODEL, folder)
     file = cut / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     values = json.loads((larger / "config.json").read_text())
     (larger / "config.json").write_text(json.dumps({**values, "vocab_size": 4096}))
+    (deep / "config.json").write_text('{"vocab_size":' + "[" * 100_000)
     reasons = {
         cut: "incomplete",
         pickled: "can run code",
         larger: "another model",
+        deep: "not valid JSON",
         tmp_path / "absent": "no such folder",
         tmp_path / ("x" * 300): "File name too long",
         EMBEDDED_DRAFTERS["EAGLE"]: "another model",

@@ -59,6 +59,10 @@ def configured(**values: Any) -> Callable[[Path], None]:
     return apply
 
 
+def too_deep(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r":' + "[" * 100_000)
+
+
 def renamed(old: str, new: str) -> Callable[[Path], None]:
     return changed(lambda tensors: tensors.update({new: tensors.pop(old)}))
 
@@ -75,6 +79,7 @@ def pickled(folder: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "no-config": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
     "no-object": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "JSON object"),
+    "too-deep": (too_deep, "is not valid JSON"),
     "pickled": (pickled, "files of pickled objects are not read"),
     "truncated": (truncated, "copy or download it again"),
     "no-tensors": (changed(dict.clear), "has no tensor"),
