@@ -12,7 +12,7 @@ from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 @triton.jit(do_not_specialize=["E", "width", "positions", "padding_slot"])
 def _take_kernel(
     slots,  # [b]
-    counts,  # [b], or none
+    counts,  # [b]; None: take all entries that wait
     remaining,  # [R]
     processed,  # [R]
     pending,  # [R]
@@ -29,14 +29,13 @@ def _take_kernel(
     width,
     positions,
     padding_slot,
-    ALL: tl.constexpr,  # take all entries that wait
     EP: tl.constexpr,  # E, padded
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     prefix = tl.load(processed + slot)
     waiting = tl.load(pending + slot)
-    if ALL:
+    if counts is None:
         count = tl.where(tl.load(remaining + slot) > 0, tl.maximum(waiting, 0), 0)
     else:
         count = tl.load(counts + request)
@@ -56,7 +55,7 @@ def _take_kernel(
     tl.store(prefix_out + request, prefix)
     tl.debug_barrier()  # read everything before writing anything
     tl.store(processed + slot, prefix + count)
-    if ALL:
+    if counts is None:
         tl.store(pending + slot, waiting - count)
 
 
@@ -107,7 +106,6 @@ def take_pending(
         pending_tokens.shape[1],
         kv_slots.shape[1],
         padding_slot,
-        ALL=counts is None,
         EP=next_power_of_2(E),
         num_warps=1,
     )

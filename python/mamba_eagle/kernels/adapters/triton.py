@@ -92,7 +92,7 @@ def _rows(slots, n, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "scale_stride"])
 def _shrink_kernel(
     x,  # [n, columns], rows x_stride apart
-    scale,  # [n] or one float32, of rows of x, read if SCALED
+    scale,  # [n] or one float32, of rows of x, or None
     slots,  # [n] int64
     down,  # [slots, PARTS, RANK, columns]
     ranks,  # [slots, PARTS]
@@ -101,7 +101,6 @@ def _shrink_kernel(
     columns,
     x_stride,
     scale_stride,
-    SCALED: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -152,7 +151,7 @@ def _shrink_kernel(
                     )
                     acc = exact_dot(a, t.to(dtype), acc, PRECISION)
                 total += acc
-    if SCALED:
+    if scale is not None:
         total *= tl.load(scale + token * scale_stride, mask=own >= 0, other=0.0)[None, :]
     if EARLY:
         previous_done(OVERLAP)
@@ -340,7 +339,7 @@ def add_(
               "PRECISION": "ieee", "num_warps": config.warps, **overlapping(device)}  # fmt: skip
     _shrink_kernel[(chunks * parts * (rank // RANKS), rows, config.groups)](
         x,
-        x if scale is None else scale,
+        scale,
         slots,
         adapters.down,
         adapters.ranks,
@@ -349,7 +348,6 @@ def add_(
         columns,
         x.stride(0),
         int(scale is not None and len(scale) > 1),
-        SCALED=scale is not None,
         CHUNK=config.chunk,
         STEP=config.step,
         STAGES=config.stages,

@@ -107,7 +107,6 @@ def _step_sizes(
     H: tl.constexpr,
     TP: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    FOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """dt and L of HEAD_BLOCK heads of all nodes of a request."""
@@ -130,7 +129,7 @@ def _step_sizes(
     )
     last = tl.load(journal + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
     started = tl.where(length > 0, H, 0)  # heads whose L goes on from the end of the journal
-    if FOLD:
+    if fold is not None:
         started = tl.where(tl.load(fold + request) != 0, 0, started)
     place = slot * W * H + last * H + head
     base = tl.load(log_decay + place, mask=head < started, other=0.0)
@@ -186,7 +185,6 @@ def _tree_conv_kernel(
     NODES: tl.constexpr,  # per program
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    FOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     CHANNEL_BLOCKS: tl.constexpr = (CONV_DIM + BLOCK - 1) // BLOCK
@@ -199,7 +197,7 @@ def _tree_conv_kernel(
             dt_raw, dt_bias, A, dt, log_decay, slots, journal, journal_len, rows, ancestors,
             fold, T, W, M, dt_stride, lowest, highest,
         )  # fmt: skip
-        _step_sizes(program, request, of_heads, H, TP, HEAD_BLOCK, FOLD, OVERLAP)
+        _step_sizes(program, request, of_heads, H, TP, HEAD_BLOCK, OVERLAP)
     else:
         program -= HEAD_BLOCKS
         block, part = program % CHANNEL_BLOCKS, program // CHANNEL_BLOCKS
@@ -271,7 +269,6 @@ def tree_conv(
         NODES=config.nodes,
         BLOCK=config.block,
         HEAD_BLOCK=head_block,
-        FOLD=step.fold is not None,
         num_warps=config.warps,
         **overlapping(xbc.device),
     )

@@ -38,7 +38,7 @@ def _expand_kernel(
     log_probs,  # [b, LANES, K], rows of requests and lanes request_stride and lane_stride apart
     tokens,  # [b, LANES, K]
     roots,  # [b]
-    lane_numbers,  # [b, LANES]
+    lane_numbers,  # [b, LANES]; None: the only lane is the root
     lane_scores,  # [b, LANES]
     all_tokens,  # [b, C]
     all_parents,  # [b, C]
@@ -54,7 +54,6 @@ def _expand_kernel(
     LANES: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,  # LANES * K
-    FIRST: tl.constexpr,  # the only lane is the root
 ):
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, PADDED)
@@ -66,7 +65,7 @@ def _expand_kernel(
     # no child may score above its parent, nor one whose score is not a number above any other
     score = tl.where(score > 0.0, 0.0, tl.where(score <= 0.0, score, float("-inf")))
     at = request * C + seen + child
-    if FIRST:
+    if lane_numbers is None:
         tl.store(all_tokens + request * C, tl.load(roots + request))
         tl.store(all_parents + request * C, 0)
         tl.store(all_scores + request * C, 0.0)
@@ -122,7 +121,6 @@ def expand(
         LANES=n,
         K=k,
         PADDED=padded,
-        FIRST=above is None,
         num_warps=1,
     )
     return lanes

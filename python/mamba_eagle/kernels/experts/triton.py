@@ -108,9 +108,9 @@ def _few_kernel(
     scale,
     shared,  # see Stack
     shared_scale,
-    y,  # [pairs, OUT]; float8 if RESCALED
+    y,  # [pairs, OUT]; float8 if there is static_out
     largest,  # [pairs, tiles] float32, written if MARKS: the largest size of a tile's outputs
-    static_out,  # [1, 1] float32, what y is divided by if RESCALED
+    static_out,  # [1, 1] float32, what y is divided by, or None
     x_stride,
     scale_stride,  # between experts
     row_scale_stride,  # 0: a scale per matrix
@@ -125,7 +125,6 @@ def _few_kernel(
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     MARKS: tl.constexpr,
-    RESCALED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,  # 0: scales are of rows or matrices
     PADDED: tl.constexpr,  # a power of two, at least SIZE; of PARTS if not GATHER
@@ -211,7 +210,7 @@ def _few_kernel(
     if SCALED and INPUTS != _PLAIN and INPUTS != _GROUPED:
         result, gate = result * factor, gate * factor
     result = _activated(result, gate, GATED, ACTIVATED)
-    if RESCALED:
+    if static_out is not None:
         result = _rounded(result, tl.load(static_out))
     tl.store(y + pair.to(tl.int64) * OUT + row, result, mask=is_row)
     if MARKS:
@@ -262,7 +261,6 @@ def _tile_kernel(
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     MARKS: tl.constexpr,
-    RESCALED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     PADDED: tl.constexpr,  # a power of two, at least PARTS
@@ -384,7 +382,7 @@ def _tile_kernel(
             gates *= factor[None, :]
         acc = _activated(acc, gates, GATED, ACTIVATED)
         to = y + pair.to(tl.int64)[None, :] * OUT + row[:, None]
-        if RESCALED:
+        if static_out is not None:
             acc = _rounded(acc, tl.load(static_out))
         tl.store(to, acc, mask=is_row[:, None] & is_pair[None, :])
         if MARKS:
@@ -395,18 +393,15 @@ def _tile_kernel(
 @triton.jit
 def _sum_kernel(
     each,  # [pairs, SIZE]
-    back,  # [n, TOP_K] int32, which row of each a pair has, read if SORTED; else the pair itself
+    back,  # [n, TOP_K] int32, which row of each a pair has; None: that of its number
     weights,  # [n, TOP_K] float32
-    added,  # [n, SIZE], read if ADDS
-    share_logits,  # [n], read if SHARES
+    added,  # [n, SIZE], or None
+    share_logits,  # [n], or None
     y,  # [n, SIZE]
     logit_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    SORTED: tl.constexpr,
-    ADDS: tl.constexpr,
-    SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -415,7 +410,7 @@ def _sum_kernel(
     inside = column < SIZE
     previous_done(OVERLAP)
     total, of_shared = tl.zeros([BLOCK], tl.float32), 1.0
-    if SHARES:
+    if share_logits is not None:
         logit = tl.load(share_logits + token * logit_stride).to(tl.float32)
         of_shared = 1.0 / (1.0 + tl.exp(-logit))
     for slot in tl.static_range(TOP_K + SHARED):
@@ -423,11 +418,11 @@ def _sum_kernel(
         share = of_shared
         if slot < TOP_K:
             share = tl.load(weights + token * TOP_K + slot)
-        if SORTED:
+        if back is not None:
             place = tl.load(back + place).to(tl.int64)
         made = tl.load(each + place * SIZE + column, mask=inside, other=0.0)
         total += made.to(tl.float32) * share
-    if ADDS:
+    if added is not None:
         beside = tl.load(added + token * SIZE + column, mask=inside, other=0.0)
         total += beside.to(tl.float32) * of_shared
     tl.store(y + token * SIZE + column, total, mask=inside)
@@ -452,18 +447,15 @@ def weighted_sum(
     block = 512
     _sum_kernel[(n, cdiv(size, block))](
         each,
-        pairs.place.back if by_expert and pairs.place is not None else routes.experts,
+        pairs.place.back if by_expert and pairs.place is not None else None,
         routes.weights,
-        y if added is None else added,
-        y if share is None else share,
+        added,
+        share,
         y,
         0 if share is None else share.stride(0),
         SIZE=size,
         TOP_K=top_k,
         SHARED=shared,
-        SORTED=by_expert,
-        ADDS=added is not None,
-        SHARES=share is not None,
         BLOCK=block,
         num_warps=2,
         **overlapping(device),
@@ -507,7 +499,7 @@ def product(
     largest = torch.empty(total if marks else 0, tiles, dtype=torch.float32, device=device)
     parts = x.largest.shape[-1] if x.largest.ndim > 1 else 1
     given, strides = _factors(x, stack, pairs)
-    given += (y, largest, largest if static_out is None else static_out)
+    given += (y, largest, static_out)
     common = {
         "SIZE": size,
         "OUT": out,
@@ -519,7 +511,6 @@ def product(
         "INPUTS": stack.inputs,
         "PARTS": parts,
         "MARKS": marks,
-        "RESCALED": static_out is not None,
         "SCALED": stack.scale is not None,
         "BLOCK_OUT": stack.block,
         "PADDED": next_power_of_2(size if place is None and gather else parts),

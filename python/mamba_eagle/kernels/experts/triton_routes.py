@@ -69,13 +69,12 @@ def _logits_kernel(
 @triton.jit(do_not_specialize=["n"])
 def _route_kernel(
     parts,  # [SHARES, n, NUM_EXPERTS + BESIDE] float32
-    bias,  # [NUM_EXPERTS], read if SIGMOID
+    bias,  # [NUM_EXPERTS], of sigmoid scores; None: of a softmax
     ids,  # [n, TOP_K] int32
     weights,  # [n, TOP_K] float32
-    share_logits,  # [n] float32, written if BESIDE
+    share_logits,  # [n] float32, written if BESIDE, else None
     n,
     scaling,
-    SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -99,7 +98,7 @@ def _route_kernel(
             logit += tl.load(parts + (share * n + token) * (NUM_EXPERTS + 1) + NUM_EXPERTS)
         tl.store(share_logits + token, logit)
     key = score
-    if SIGMOID:
+    if bias is not None:
         score = 1.0 / (1.0 + tl.exp(-score))
         key = score + tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     key = tl.where(key > LOWEST, key, LOWEST)  # NaN, too
@@ -112,7 +111,7 @@ def _route_kernel(
         chosen = tl.where(slot == place, best, chosen)
         found = tl.where(slot == place, own, found)
         key = tl.where(expert == best, float("-inf"), key)
-    if SIGMOID:
+    if bias is not None:
         share = tl.where(slot < TOP_K, found, 0.0)
         if NORMALIZE:
             share = share / (tl.sum(share, 0) + 1e-20)
@@ -164,13 +163,12 @@ def route(
     block = next_power_of_2(experts)
     _route_kernel[(n,)](
         parts,
-        weights if choice.bias is None else choice.bias,
+        choice.bias,
         ids,
         weights,
-        weights if share is None else share,
+        share,
         n,
         choice.scaling,
-        SIGMOID=choice.bias is not None,
         NORMALIZE=choice.normalize,
         NUM_EXPERTS=experts,
         BESIDE=extra,
@@ -204,7 +202,7 @@ class Sorted(NamedTuple):
 def _sort_kernel(
     ids,  # [pairs] int32
     x,  # [n, SIZE], read by programs after the first COUNT
-    static,  # [1, 1], read if STATIC
+    static,  # [1, 1], or None: scales are found
     order,
     ends,
     table,
@@ -219,7 +217,6 @@ def _sort_kernel(
     COMPACT: tl.constexpr,  # whether experts without pairs are left out of the table
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,  # a power of two, at least SIZE
-    STATIC: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     own = tl.program_id(0)
@@ -230,7 +227,7 @@ def _sort_kernel(
         numbers = tl.load(x + at, mask=column < SIZE, other=0.0).to(tl.float32)
         size = tl.max(tl.abs(numbers), 0)
         tl.store(largest + own - COUNT, size)
-        scale = tl.load(static) if STATIC else tl.maximum(size / _LARGEST, _SMALLEST)
+        scale = tl.load(static) if static is not None else tl.maximum(size / _LARGEST, _SMALLEST)
         at = (own - COUNT).to(tl.int64) * SIZE + column
         tl.store(rounded + at, to_e4m3(numbers / scale), mask=column < SIZE)
     else:
@@ -293,7 +290,7 @@ def sort_pairs(
     _sort_kernel[(count if x is None else count + len(x),)](
         ids,
         ids if x is None else x,
-        made.largest if static is None else static,
+        static,
         *made,
         pairs,
         0 if x is None else x.stride(0),
@@ -303,7 +300,6 @@ def sort_pairs(
         COMPACT=few,
         SIZE=size,
         PADDED=next_power_of_2(size),
-        STATIC=static is not None,
         num_warps=4,
         **overlapping(device),
     )

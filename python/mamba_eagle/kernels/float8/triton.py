@@ -54,13 +54,12 @@ def token_scale(x, axis: tl.constexpr):
 @triton.jit(do_not_specialize=["group_stride"])
 def _round_kernel(
     x,  # [n, size], rows x_stride apart
-    static,  # [1, 1], read if not DYNAMIC
+    static,  # [1, 1], or None: scales are found
     out,  # [n, size] float8
-    scales,  # [n, groups], written if DYNAMIC
+    scales,  # [n, groups], written if there is no static one
     x_stride,
     group_stride,
     size,
-    DYNAMIC: tl.constexpr,
     BLOCK: tl.constexpr,  # a row or a group, padded
     GROUPS: tl.constexpr,  # of a program; 0: the whole row
     OVERLAP: tl.constexpr,
@@ -72,7 +71,7 @@ def _round_kernel(
         column = group[:, None] * BLOCK + column[None, :]
     inside = column < size
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if DYNAMIC:
+    if static is None:
         scale = token_scale(numbers, 1 if GROUPS > 0 else 0)
         if GROUPS > 0:
             tl.store(scales + group * group_stride + row, scale, mask=group * BLOCK < size)
@@ -115,13 +114,12 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     block = next_power_of_2(rounding.group or size)
     _round_kernel[(n, cdiv(groups, together) if groups else 1)](
         x,
-        out.scale,
+        rounding.scale,
         out.values,
         out.scale,
         x.stride(0),
         out.scale.stride(-1),
         size,
-        DYNAMIC=rounding.scale is None,
         BLOCK=block,
         GROUPS=together,
         num_warps=warps_of_row(block * max(1, together)),
@@ -168,14 +166,13 @@ def with_scales(
     acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
     OF_TOKENS: tl.constexpr,  # whether x_scale is yet to be multiplied
     OF_ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """A product's sums [rows, tokens] become its result, in an order that fixes its bits."""
     if OF_TOKENS:
         acc *= tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)[None, :]
     if OF_ROWS:
         acc *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     return acc
 
@@ -187,14 +184,13 @@ def _product_kernel(
     x_scale,  # [n, 1] or one
     weight,  # [out, columns] float8
     scale,  # [out] or one
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
     columns,
     x_scale_stride,  # 0: one scale for all tokens
     scale_stride,  # 0: one scale for all rows
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -215,7 +211,7 @@ def _product_kernel(
         acc = product_of_tiles(w, t, acc)
     acc = with_scales(
         acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
-        True, True, HAS_BIAS,
+        True, True,
     )  # fmt: skip
     at = token.to(tl.int64)[None, :] * out + row[:, None]
     tl.store(y + at, acc, mask=is_row[:, None] & is_token[None, :])
@@ -252,7 +248,7 @@ def _block_kernel(
     x_scale,  # [n, blocks_in] if GROUPED, else [n, 1] or one
     weight,  # [out, columns] float8
     scale,  # [out blocks, blocks_in]
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
@@ -263,7 +259,6 @@ def _block_kernel(
     BLOCK_OUT: tl.constexpr,  # rows of a block, a multiple of ROWS
     GROUPED: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -311,7 +306,7 @@ def _block_kernel(
         acc = tl.trans(acc)
     acc = with_scales(
         acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, 0,
-        not GROUPED, False, HAS_BIAS,
+        not GROUPED, False,
     )  # fmt: skip
     at = token.to(tl.int64)[None, :] * out + row[:, None]
     tl.store(y + at, acc, mask=is_row[:, None] & is_token[None, :])
@@ -322,13 +317,12 @@ def _join_kernel(
     parts,  # [SPLITS, n, out] float32
     x_scale,  # [n, 1] or one
     scale,  # [out] or one
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
     x_scale_stride,
     scale_stride,
-    HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -344,7 +338,7 @@ def _join_kernel(
         total += tl.load(parts + at, mask=is_row, other=0.0)
     total *= tl.load(x_scale + token * x_scale_stride)
     total *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(y + token * out + row, total, mask=is_row)
 
@@ -387,9 +381,9 @@ def product(
     config = config or choose_config(n, out, block is not None)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
-    operands = (x.values, x.scale, weight, scale, y if bias is None else bias, y, n, out, columns)
+    operands = (x.values, x.scale, weight, scale, bias, y, n, out, columns)
     shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
-    shape |= {"HAS_BIAS": bias is not None, "num_warps": config.warps, **overlapping(y.device)}
+    shape |= {"num_warps": config.warps, **overlapping(y.device)}
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
@@ -411,13 +405,12 @@ def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: 
         parts,
         x_scale,
         scale,
-        y if bias is None else bias,
+        bias,
         y,
         n,
         out,
         int(x_scale.shape[0] > 1),
         int(scale.shape[0] > 1),
-        HAS_BIAS=bias is not None,
         SPLITS=splits,
         BLOCK=block,
         num_warps=4,

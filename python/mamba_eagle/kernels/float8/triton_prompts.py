@@ -64,14 +64,13 @@ def _prompt_kernel(
     x_scale,  # [n, 1] or one
     weight,  # [out, columns] float8, in tiles [ROWS, PRECISE]
     scale,  # [out] or one
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
     columns,
     x_scale_stride,  # 0: one scale for all tokens
     scale_stride,  # 0: one scale for all rows
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -95,7 +94,7 @@ def _prompt_kernel(
         sums = with_scales(
             left if half == 0 else right,
             x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, scale_stride,
-            True, True, HAS_BIAS,
+            True, True,
         )  # fmt: skip
         at = token.to(tl.int64)[None, :] * out + row[:, None]
         tl.store(y + at, sums, mask=is_row[:, None] & is_token[None, :])
@@ -107,7 +106,7 @@ def _block_prompt_kernel(
     x_scale,  # [n, blocks_in] if GROUPED, else [n, 1] or one
     weight,  # [out, columns] float8, in tiles [ROWS, PRECISE]
     scale,  # [out blocks, blocks_in]
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
@@ -117,7 +116,6 @@ def _block_prompt_kernel(
     x_group_stride,
     BLOCK_OUT: tl.constexpr,  # rows of a block, a multiple of ROWS
     GROUPED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -146,7 +144,7 @@ def _block_prompt_kernel(
         s = next_s
     if not GROUPED:
         acc *= o[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
     at = token.to(tl.int64)[:, None] * out + row[None, :]
     tl.store(y + at, acc, mask=is_token[:, None] & is_row[None, :])
@@ -169,10 +167,10 @@ def product(
         TensorDescriptor.from_tensor(x.values, [tiles.tokens, PRECISE.value]),
         x.scale,
         TensorDescriptor.from_tensor(weight, [tiles.rows, PRECISE.value]),
-        *(scale, y if bias is None else bias, y, n, out, columns),
+        *(scale, bias, y, n, out, columns),
     )
     shape = {"ROWS": tiles.rows, "TOKENS": tiles.tokens, "STAGES": tiles.stages}
-    shape |= {"HAS_BIAS": bias is not None, "num_warps": tiles.warps, **overlapping(y.device)}
+    shape |= {"num_warps": tiles.warps, **overlapping(y.device)}
     tall, x_stride = cdiv(out, tiles.rows), int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}

@@ -122,7 +122,7 @@ def _product_kernel(
     codes,  # [out, pairs] int32
     scale,  # [out, groups] E4M3; or int32: the bits of a scale, and 2^16 times its zero point
     factor,  # [out] or one
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
@@ -133,7 +133,6 @@ def _product_kernel(
     FLOATS: gl.constexpr,
     GROUP: gl.constexpr,  # pairs
     ALIGN: gl.constexpr,  # divides the groups of a row
-    HAS_BIAS: gl.constexpr,
     TILES: gl.constexpr,
     TOKENS: gl.constexpr,  # 8 or 16
     WARPS: gl.constexpr,
@@ -209,7 +208,7 @@ def _product_kernel(
     if FLOATS:
         total *= by_compiler.rest(dtype)
     total *= gl.load(factor + row * factor_stride, mask=row < out, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         total += gl.load(bias + row, mask=row < out, other=0.0).to(gl.float32)[:, None]
     keep = (row < out)[:, None] & (token < n)[None, :]
     gl.store(y + token.to(gl.int64)[None, :] * out + row[:, None], total.to(dtype), mask=keep)
@@ -242,7 +241,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         weight.units.view(torch.int32),
         weight.scale,
         weight.factor,
-        y if bias is None else bias,
+        bias,
         y,
         n,
         out,
@@ -253,7 +252,6 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         FLOATS=weight.floats,
         GROUP=weight.group // 2,
         ALIGN=align,
-        HAS_BIAS=bias is not None,
         TILES=tiles,
         TOKENS=8 if n <= 8 else 16,
         WARPS=warps,

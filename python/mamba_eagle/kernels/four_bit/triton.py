@@ -256,7 +256,7 @@ def _product_kernel(
     codes,  # [out, units] int16
     scale,  # [out, groups] E4M3; or int32: the bits of a scale, and 2^16 times its zero point
     factor,  # [out] or one
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out], or parts [splits, n, out] float32 if SPLIT
     like,  # of the inputs' dtype, not read
     n,
@@ -269,7 +269,6 @@ def _product_kernel(
     FLOATS: tl.constexpr,
     GROUP: tl.constexpr,  # units
     ALIGN: tl.constexpr,  # divides the groups of a row
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -344,7 +343,7 @@ def _product_kernel(
         tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
     else:
         acc *= tl.load(factor + row * factor_stride, mask=row < out, other=0.0)[:, None]
-        if HAS_BIAS:
+        if bias is not None:
             acc += tl.load(bias + row, mask=row < out, other=0.0).to(tl.float32)[:, None]
         tl.store(y + at, acc, mask=keep)
 
@@ -538,7 +537,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         weight.units,
         weight.scale,
         weight.factor,
-        y if bias is None else bias,
+        bias,
         parts,
         y,
         n,
@@ -551,7 +550,6 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         FLOATS=weight.floats,
         GROUP=weight.group,
         ALIGN=align,
-        HAS_BIAS=bias is not None,
         ROWS=config.rows,
         TOKENS=config.tokens,
         UNITS=config.units,

@@ -34,16 +34,15 @@ def _gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart
     weight,  # [size]; [GROUP] if NORM_FIRST
-    static,  # [1, 1], read if ROUNDED and not DYNAMIC
+    static,  # [1, 1], of float8, or None
     out,  # [n, size]; float8 if ROUNDED
-    scales,  # [n, 1] or, if not OF_ROW, [n, groups], written if DYNAMIC
+    scales,  # [n, 1] or, if not OF_ROW, [n, groups]: written, where float8 has no static; or None
     n,
     y_stride,
     gate_stride,
     scale_stride,  # from group to group
     eps,
     ROUNDED: tl.constexpr,
-    DYNAMIC: tl.constexpr,
     OF_ROW: tl.constexpr,  # whether lines are groups of a row
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -72,7 +71,7 @@ def _gated_norm_kernel(
     gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     normed = _normed(ys, gates, eps, GROUP, BLOCKS, NORM_FIRST)
-    if DYNAMIC:
+    if scales is not None:
         largest = tl.abs(normed[0] * w[0].to(tl.float32))
         for block in tl.static_range(1, BLOCKS):
             largest = tl.maximum(largest, tl.abs(normed[block] * w[block].to(tl.float32)))
@@ -142,14 +141,13 @@ def _launch_rows(
     config: Config | None,
 ) -> None:
     """Rows of a group at a time; with ``scales`` [n, num_groups] as float8."""
-    (n, size), in_groups = y.shape, scales is not None
+    n, size = y.shape
     rows, warps = config or choose_config(size // num_groups)
     stride = scales.stride(1) if scales is not None else 0
     _gated_norm_kernel[(cdiv(n, rows), num_groups)](
         *(y, gate, weight, None, out, scales, n, y.stride(0), gate.stride(0), stride, eps),
         **_sizes(size, num_groups, rows, norm_first),
-        ROUNDED=in_groups,
-        DYNAMIC=in_groups,
+        ROUNDED=scales is not None,
         OF_ROW=False,
         num_warps=warps,
         **overlapping(y.device),
@@ -195,12 +193,11 @@ def rounded_gated_norm(
     groups = next_power_of_2(num_groups) if dynamic else 1
     sizes = _sizes(size, num_groups, groups, norm_first)
     config = config or choose_rounded_config(groups * sizes["BLOCK"] * sizes["BLOCKS"])
-    strides = (y.stride(0), gate.stride(0), 0)
+    strides, scales = (y.stride(0), gate.stride(0), 0), out.scale if dynamic else None
     _gated_norm_kernel[(n, 1 if dynamic else num_groups)](
-        *(y, gate, weight, out.scale, out.values, out.scale, None, *strides, eps),
+        *(y, gate, weight, rounding.scale, out.values, scales, None, *strides, eps),
         **sizes,
         ROUNDED=True,
-        DYNAMIC=dynamic,
         OF_ROW=True,
         num_warps=config.warps,
         **overlapping(y.device),

@@ -34,13 +34,12 @@ class Config(NamedTuple):
 def _linear_kernel(
     x,  # [n, columns], rows x_stride apart
     weight,  # [out, columns]
-    bias,  # [out], read if HAS_BIAS
+    bias,  # [out], or None
     y,  # [n, out]
     n,
     out,
     columns,
     x_stride,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -65,7 +64,7 @@ def _linear_kernel(
         )
         t = tl.load(tokens + at[:, None], mask=inside[:, None] & is_token[None, :], other=0.0)
         acc = exact_dot(w, t, acc, "tf32")
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     outputs = y + token.to(tl.int64)[None, :] * out + row[:, None]
     tl.store(outputs, acc.to(y.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
@@ -98,13 +97,12 @@ def linear(
     _linear_kernel[(cdiv(rows, config.rows), cdiv(n, config.tokens))](
         x,
         weight,
-        y if bias is None else bias,
+        bias,
         y,
         n,
         rows,
         columns,
         x.stride(0),
-        HAS_BIAS=bias is not None,
         ROWS=config.rows,
         TOKENS=config.tokens,
         COLUMNS=config.columns,

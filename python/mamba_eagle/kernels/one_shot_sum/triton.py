@@ -42,8 +42,8 @@ class Peers(NamedTuple):
 @triton.jit(do_not_specialize=["n"])  # one kernel, whatever steps there are
 def _pushed_sum_kernel(
     own,  # [n, SIZE]
-    stream,  # [n, SIZE], changed; read if NORM
-    weight,  # [SIZE], read if NORM
+    stream,  # [n, SIZE], changed; None: there is no norm
+    weight,  # [SIZE], of the norm
     out,  # [n, SIZE]: the sum, or the norm
     parts,  # [RANKS] int64, as in Peers
     flags,  # [RANKS] int64, as in Peers
@@ -54,7 +54,6 @@ def _pushed_sum_kernel(
     PROGRAMS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    NORM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -100,7 +99,7 @@ def _pushed_sum_kernel(
                 part = tl.load(own_room + at + column, mask=inside, other=0.0, cache_modifier=".cg")
             whole += part.to(tl.float32)
         rounded = whole.to(own.dtype.element_ty)
-        if NORM:
+        if stream is not None:
             before = tl.load(stream + token * SIZE + column, mask=inside, other=0.0)
             numbers = before.to(tl.float32) + rounded.to(tl.float32)
             tl.store(stream + token * SIZE + column, numbers, mask=inside)
@@ -118,7 +117,7 @@ def _pushed_sum_kernel(
 def pushed_sum(x: Tensor, peers: Peers) -> Tensor:
     """x [n, size], contiguous, n up to ``peers.tokens`` -> the sum over ranks [n, size]."""
     out = torch.empty_like(x)
-    _launch(x, x, x, out, 0.0, peers, norm=False)
+    _launch(x, None, None, out, 0.0, peers)
     return out
 
 
@@ -130,12 +129,17 @@ def pushed_sum_norm(
     stream, added [n, size], weight [size], contiguous, of the same dtype.
     """
     out = torch.empty_like(added)
-    _launch(added, stream, weight, out, eps, peers, norm=True)
+    _launch(added, stream, weight, out, eps, peers)
     return out
 
 
 def _launch(
-    own: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float, peers: Peers, norm: bool
+    own: Tensor,
+    stream: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    eps: float,
+    peers: Peers,
 ) -> None:
     n, size = own.shape
     block = next_power_of_2(size)
@@ -153,7 +157,6 @@ def _launch(
         PROGRAMS=peers.programs,
         RANK=peers.rank,
         RANKS=peers.ranks,
-        NORM=norm,
         SIZE=size,
         BLOCK=block,
         num_warps=warps_of_row(block),

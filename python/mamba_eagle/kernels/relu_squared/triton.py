@@ -41,11 +41,10 @@ def relu_squared_(x: Tensor) -> Tensor:
 @triton.jit
 def _rounded_relu_squared_kernel(
     x,  # [n, SIZE], rows x_stride apart
-    static,  # [1, 1], read if not DYNAMIC
+    static,  # [1, 1], or None: scales are found
     out,  # [n, SIZE] float8
-    scales,  # [n, 1], written if DYNAMIC
+    scales,  # [n, 1], written if there is no static one
     x_stride,
-    DYNAMIC: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -57,7 +56,7 @@ def _rounded_relu_squared_kernel(
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     positive = tl.maximum(numbers, 0.0)
     squares = positive * positive
-    if DYNAMIC:
+    if static is None:
         scale = token_scale(squares, 0)
         tl.store(scales + row, scale)
     else:
@@ -72,11 +71,10 @@ def rounded_relu_squared(x: Tensor, rounding: Rounding) -> Rounded:
     block = next_power_of_2(size)
     _rounded_relu_squared_kernel[(n,)](
         x,
-        out.scale,
+        rounding.scale,
         out.values,
         out.scale,
         x.stride(0),
-        DYNAMIC=rounding.scale is None,
         SIZE=size,
         BLOCK=block,
         num_warps=warps_of_row(block),

@@ -51,21 +51,19 @@ def _sums(
 
 @triton.jit(do_not_specialize=["n", "scale_stride"])
 def _norm_kernel(
-    x,  # [n, SIZE], rows x_stride apart; changed if HAS_ADDED
-    added,  # [n, SIZE], rows added_stride apart; read if HAS_ADDED
+    x,  # [n, SIZE], rows x_stride apart; changed if there is added
+    added,  # [n, SIZE], rows added_stride apart; or None
     weight,  # [SIZE]
-    static,  # [1, 1], read if ROUNDED and not DYNAMIC
+    static,  # [1, 1], of float8, or None
     out,  # [n, SIZE], rows out_stride apart; may be added. Float8 if ROUNDED, rows side by side
-    scales,  # [n, 1] or, if GROUP, [n, groups], written if DYNAMIC
+    scales,  # [n, 1] or, if GROUP, [n, groups]: written, where float8 has no static; or None
     n,
     x_stride,
     added_stride,
     out_stride,
     scale_stride,  # from group to group
     eps,
-    HAS_ADDED: tl.constexpr,
     ROUNDED: tl.constexpr,  # one row per program
-    DYNAMIC: tl.constexpr,
     GROUP: tl.constexpr,  # channels that have a scale together; 0: all
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a block
@@ -85,7 +83,7 @@ def _norm_kernel(
     exists = None if ROUNDED else row < n
     at = x + row * x_stride + column
     numbers = load_blocks(at, exists, column, SIZE, BLOCK, BLOCKS)
-    if HAS_ADDED:
+    if added is not None:
         beside = added + row * added_stride + column
         others = load_blocks(beside, exists, column, SIZE, BLOCK, BLOCKS)
         numbers = _sums(numbers, others, at, exists, column, SIZE, BLOCK, BLOCKS)
@@ -95,7 +93,7 @@ def _norm_kernel(
     normed = ()
     for block in tl.static_range(BLOCKS):
         normed += (numbers[block] * inverse * w[block].to(tl.float32),)
-    if DYNAMIC and GROUP == 0:
+    if scales is not None and GROUP == 0:
         largest = tl.abs(normed[0])
         for block in tl.static_range(1, BLOCKS):
             largest = tl.maximum(largest, tl.abs(normed[block]))
@@ -128,19 +126,20 @@ def _launch_norm(
     weight: Tensor,
     out: Tensor | Rounded,
     eps: float,
-    dynamic: bool = False,
+    static: Tensor | None = None,
 ) -> None:
-    """dynamic: whether each token or group gets a scale, which is written."""
+    """static: the scale of ``out``; None: each token or group gets one, which is written."""
     n, size = x.shape
     block, blocks = blocks_of(size)
     rows, own, warps = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None), choose_warps
     group, group_stride = 0, 0
     if rounds := isinstance(out, Rounded):
-        rows, own, warps = 1, (out.scale, out.values, out.scale), warps_of_row
+        scales = out.scale if static is None else None
+        rows, own, warps = 1, (static, out.values, scales), warps_of_row
         group, group_stride = out.group, out.scale.stride(1)
     _norm_kernel[(cdiv(n, rows),)](
         x,
-        x if added is None else added,
+        added,
         weight,
         *own,
         None if rounds else n,
@@ -149,9 +148,7 @@ def _launch_norm(
         None if rounds else out.stride(0),
         group_stride,
         eps,
-        HAS_ADDED=added is not None,
         ROUNDED=rounds,
-        DYNAMIC=dynamic,
         GROUP=group,
         SIZE=size,
         BLOCK=block,
@@ -183,7 +180,7 @@ def rounded_rms_norm(
     x, added [n, size], last dimension contiguous; weight [size]. rounding: ``fuses`` it.
     """
     out = empty_rounded(*x.shape, rounding, x.device)
-    _launch_norm(x, added, weight, out, eps, dynamic=rounding.scale is None)
+    _launch_norm(x, added, weight, out, eps, rounding.scale)
     return out
 
 

@@ -17,14 +17,13 @@ GROUP = 128  # of them that have a scale together
 @triton.jit(do_not_specialize=["scale_stride"])
 def _silu_and_mul_kernel(
     both,  # [n, 2 * SIZE], rows both_stride apart
-    out,  # [n, SIZE]; float8 if ROUNDED
-    scales,  # [n, groups], written if ROUNDED
+    out,  # [n, SIZE]; float8 if there are scales
+    scales,  # [n, groups], written, or None
     both_stride,
     scale_stride,  # from group to group
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     previous_done(OVERLAP)
@@ -35,7 +34,7 @@ def _silu_and_mul_kernel(
     gate = tl.load(both + row * both_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * both_stride + SIZE + column, mask=inside, other=0.0)
     value = silu(gate) * up.to(tl.float32)
-    if ROUNDED:
+    if scales is not None:
         scale = token_scale(value, 1)
         tl.store(scales + group * scale_stride + row, scale, mask=group * GROUP < SIZE)
         value = to_e4m3(value / scale[:, None])
@@ -64,7 +63,6 @@ def _launch(both: Tensor, out: Tensor, scales: Tensor | None) -> None:
         SIZE=size,
         BLOCK=BLOCK,
         GROUP=GROUP,
-        ROUNDED=scales is not None,
         num_warps=4,
         **overlapping(both.device),
     )

@@ -87,7 +87,7 @@ def _tree_attention_kernel(
     out,  # [b*T, heads, D]
     parts,  # [b, splits, T, heads, D] float32: outputs of the shares
     sizes,  # [b, splits, T, heads] float32: log2 of their sums of weights
-    sinks,  # [heads]: logits of keys without values
+    sinks,  # [heads]: logits of keys without values, or None
     window,
     scale,
     q_stride,
@@ -107,7 +107,6 @@ def _tree_attention_kernel(
     HAS_OLD: tl.constexpr,  # some nodes are already in the pool
     FLOAT8: tl.constexpr,  # the pool is E4M3, and queries set the precision
     HAS_WINDOW: tl.constexpr,  # node i, at position prefix + i, sees so far back only
-    HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -143,7 +142,7 @@ def _tree_attention_kernel(
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
-    if HAS_SINKS:  # part of the last share
+    if sinks is not None:  # part of the last share
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         largest = tl.where(split == shares - 1, sink, largest)
         total = tl.where(split == shares - 1, 1.0, total)
@@ -353,7 +352,6 @@ def paged_tree_attention(
         **_sizes(q, k, own, masks),
         FLOAT8=pool_k.dtype == E4M3,
         HAS_WINDOW=window > 0,
-        HAS_SINKS=sinks is not None,
         ROWS=config.rows,
         KEYS=config.keys,
         PRECISION="tf32" if precise != torch.float32 else "tf32x3",

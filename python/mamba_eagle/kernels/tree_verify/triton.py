@@ -66,7 +66,7 @@ def _tree_verify_kernel(
     D,  # [H]
     state,  # [slots, H, P, N]
     after_journal,  # state again: with one pointer, addresses would take registers in all stages
-    state_rows,  # descriptor of state as [slots*H*P, N], if BULK
+    state_rows,  # descriptor of state as [slots*H*P, N], or None
     y,  # [b, T, H*P]
     slots,
     state_slots,
@@ -90,7 +90,6 @@ def _tree_verify_kernel(
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
     TILES: tl.constexpr,  # per program, all in one group
     FOLDING: tl.constexpr,  # handles the requests that fold; otherwise the ones that don't
-    BULK: tl.constexpr,
     EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -98,7 +97,7 @@ def _tree_verify_kernel(
 ):
     TWO_HEADS: tl.constexpr = P % TILE != 0
     WIDTH: tl.constexpr = H * P + G * N
-    ONE_LOAD: tl.constexpr = TILES == 1 and not BULK
+    ONE_LOAD: tl.constexpr = TILES == 1 and state_rows is None
     first_tile = tl.program_id(0) * TILES
     request = tl.program_id(1)
     group = first_tile * TILE // (H // G * P)
@@ -180,7 +179,7 @@ def _tree_verify_kernel(
                 node_log_2 += end_log_2
         if ONE_LOAD:
             before = only
-        elif BULK:
+        elif state_rows is not None:
             before = state_rows.load([state_slot.to(tl.int32) * (H * P) + first, 0])
         else:
             before = tl.load(state + first * N + in_tile)  # [TILE, N]
@@ -462,7 +461,6 @@ def _launch(
         TILE=config.tile,
         TILES=config.tiles,
         FOLDING=folding,
-        BULK=config.bulk,
         EARLY=config.early,
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
