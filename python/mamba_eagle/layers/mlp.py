@@ -19,6 +19,17 @@ def gate_and_up(own: Span, width: int) -> Cut:
     return rows(own, Span(width + own.begin, width + own.end))
 
 
+def mlp_cuts(shard: Shard, down: Linear, *above: str) -> dict[str, Cut]:
+    """Of an MLP whose last matrix is ``down_proj``. above: names of those before it."""
+    own = shard.width(down.weight.shape[1])
+    inputs = [f"{name}.{part}" for name in above for part in ("weight", "bias")]
+    return {
+        **dict.fromkeys(inputs, rows(own)),
+        "down_proj.weight": columns(own),
+        "down_proj.bias": once(down.weight.shape[0], shard),
+    }
+
+
 def gated(both: Tensor, down: Linear, ops: LayerOps) -> Tensor:
     """``down(silu(gate) * up)`` of the gate and up projections [n, 2 * size]."""
     if down.rounding is None:
@@ -37,13 +48,7 @@ class GatedMLP(Layer):
         self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
-        own = shard.width(self.gate_proj.weight.shape[0])
-        inputs = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
-        return {
-            **dict.fromkeys(inputs, rows(own)),
-            "down_proj.weight": columns(own),
-            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
-        }
+        return mlp_cuts(shard, self.down_proj, "gate_proj", "up_proj")
 
     def prepare(self, ops: LayerOps) -> None:
         super().prepare(ops)
@@ -104,12 +109,7 @@ class ReluSquaredMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
-        own = shard.width(self.up_proj.weight.shape[0])
-        return {
-            **dict.fromkeys(("up_proj.weight", "up_proj.bias"), rows(own)),
-            "down_proj.weight": columns(own),
-            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
-        }
+        return mlp_cuts(shard, self.down_proj, "up_proj")
 
     @property
     def input_rounding(self) -> Rounding | None:

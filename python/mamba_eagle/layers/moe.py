@@ -178,10 +178,17 @@ class Experts(MatrixLayer):
         weight: Tensor = getattr(self, name)
         return self._ops.grouped_linear(x, weight, ends)
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes,
+        beside: Callable[[], Tensor] | None = None,
+        share: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, size] -> the weighted sum of each token's experts, [n, size], and of what is
+        ``beside`` them: both as of ``ExpertLayer``."""
         if self.fused is not None:
-            return self.fused(x, routes)
+            return self.fused(x, routes, beside, share)
         n, k = routes.experts.shape
         flat = routes.experts.flatten()
         order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
@@ -192,7 +199,10 @@ class Experts(MatrixLayer):
         # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
         weighted = outputs[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
-        return weighted.sum(1).to(x.dtype)
+        routed = weighted.sum(1).to(x.dtype)
+        if beside is None:
+            return routed
+        return routed + (beside() if share is None else self._ops.gate_by_sigmoid(beside(), share))
 
 
 def gated_experts(config: MoEConfig, hidden_size: int) -> Experts:
@@ -258,12 +268,9 @@ class LatentMoE(Mixture):
 
     def forward(self, hidden: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         routes = self.gate(hidden)
-        if self.has_latent:
-            routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(hidden), routes))
-        elif self.experts.fused is not None:
-            return self.experts.fused(hidden, routes, lambda: self.shared_experts(hidden, ctx))
-        else:
-            routed = self.experts(hidden, routes)
+        if not self.has_latent:
+            return self.experts(hidden, routes, lambda: self.shared_experts(hidden, ctx))
+        routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(hidden), routes))
         return routed + self.shared_experts(hidden, ctx)
 
 
@@ -288,10 +295,7 @@ class GatedSharedMoE(Mixture):
     def forward(self, hidden: Tensor) -> Tensor:
         routes = self.gate(hidden)
         share = self.shared_expert_gate(hidden) if routes.share is None else routes.share
-        if self.experts.fused is not None:
-            return self.experts.fused(hidden, routes, lambda: self.shared_expert(hidden), share)
-        shared = self._ops.gate_by_sigmoid(self.shared_expert(hidden), share)
-        return self.experts(hidden, routes) + shared
+        return self.experts(hidden, routes, lambda: self.shared_expert(hidden), share)
 
 
 class GatedMoE(Mixture):
@@ -328,8 +332,5 @@ class SigmoidMoE(Mixture):
             self.experts.share(*self.shared_experts.products)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        routes = self.gate(hidden)
-        if self.has_shared and self.experts.fused is not None:
-            return self.experts.fused(hidden, routes, lambda: self.shared_experts(hidden))
-        routed = self.experts(hidden, routes)
-        return routed + self.shared_experts(hidden) if self.has_shared else routed
+        beside = (lambda: self.shared_experts(hidden)) if self.has_shared else None
+        return self.experts(hidden, self.gate(hidden), beside)
