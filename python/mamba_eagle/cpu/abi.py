@@ -185,11 +185,12 @@ class Norm(Block):
 
 
 class GatedNorm(Block):
-    """gate_at: the gate's first column in projected. Of a delta rule weight [group]."""
+    """gate_at: the gate's first column in projected. norm_first: as of a delta rule, with weight
+    [group]."""
 
     _fields_ = fields("""
         frame weight[size] eps:double size group y[n, size] projected[n, columns] columns gate_at
-        out[n, size] rounded:Rounded
+        norm_first out[n, size] rounded:Rounded
     """)
 
 

@@ -1,7 +1,5 @@
 """A recurrent layer's weights in the form that the kernels take."""
 
-from weakref import WeakKeyDictionary
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,23 +7,16 @@ from torch import Tensor
 from mamba_eagle.cpu.ops.causal_conv import step_sizes
 from mamba_eagle.cpu.ops.tree_verify import LayerWeights
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
+from mamba_eagle.layers.layer import per_layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
 Mixer = Mamba2Mixer | GatedDeltaNet
 SOFTPLUS = 100  # multiply-adds that take about as long
 
-_weights: WeakKeyDictionary[Mixer, LayerWeights] = WeakKeyDictionary()
 
-
+@per_layer
 def layer_weights(layer: Mixer) -> LayerWeights:
     """A layer's weights in the form that the kernels take; they must not change afterwards."""
-    found = _weights.get(layer)
-    if found is None:
-        found = _weights[layer] = _layer_weights(layer)
-    return found
-
-
-def _layer_weights(layer: Mixer) -> LayerWeights:
     taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
     bias = layer.conv1d.bias
     last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()

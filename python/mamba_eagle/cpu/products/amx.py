@@ -149,9 +149,7 @@ class _Registers:
         self._room = _room(code, I8, LINE)
 
     def do(self, name: str, *given: Any) -> None:
-        b = self.code.builder
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), given)
+        self.code.call(f"llvm.x86.{name}", ir.VoidType(), *given)
 
     def configure(self, first: Any, second: Any) -> None:
         """Of the two tiles of inputs, so many rows of inputs; sums have as many rows as these."""

@@ -20,7 +20,6 @@ from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
-from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
 from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.layers.adapters import slots_of_rows
@@ -112,7 +111,7 @@ class Builder(Calls):
         gates_at = size + mixer.config.conv_dim
         self.recur(mixer, Columns(("wide", width, size), ("wide", width, gates_at)))
         own = abi.GatedNorm(size=size, group=norm.group_size, eps=norm.eps, columns=width)
-        return self._gated_norm(spans.GATED_NORM, own, norm.weight, mixer.out_proj, "wide")
+        return self._gated_norm(own, norm.weight, mixer.out_proj, "wide")
 
     def _delta_net(self, layer: Residual, mixer: GatedDeltaNet) -> int:
         parts, c = mixer.parts, mixer.config
@@ -123,8 +122,8 @@ class Builder(Calls):
         gates = self._arranged(parts.gates, "gates", orders[1])
         self.recur(mixer, Columns((wide, width, 0), (*gates, 0)))
         own = abi.GatedNorm(size=c.inner_size, group=c.head_dim, eps=parts.norm.eps, columns=width)
-        own.gate_at = c.conv_dim
-        return self._gated_norm(spans.HEAD_NORM, own, parts.norm.weight, parts.out, wide)
+        own.assign(gate_at=c.conv_dim, norm_first=True)
+        return self._gated_norm(own, parts.norm.weight, parts.out, wide)
 
     def _arranged(self, reader: Linear, y: str, order: Tensor | None) -> tuple[str, int]:
         """Where a product's outputs stand in an order, and the width of their rows."""
@@ -138,10 +137,8 @@ class Builder(Calls):
         call.lies(made=y, out=to)
         return to, size
 
-    def _gated_norm(
-        self, kernel: SpanKernel, own: abi.GatedNorm, weight: Tensor, out: Linear, wide: str
-    ) -> int:
-        call = self.call(kernel, own, work_per_row=own.size * NS_PER_NUMBER * 2)
+    def _gated_norm(self, own: abi.GatedNorm, weight: Tensor, out: Linear, wide: str) -> int:
+        call = self.call(spans.GATED_NORM, own, work_per_row=own.size * NS_PER_NUMBER * 2)
         call.keep(weight=weight.detach().float().contiguous().numpy())
         call.lies(y="y", projected=wide, out="inputs")
         self.rounded(call, out)

@@ -63,21 +63,15 @@ def _norm(arguments, first, last):
 
 def _gated_norm(arguments, first, last):
     own = gated_norm_at(arguments)
-    n, size = frame_at(own.frame).rows, own.size
-    y, out, weight = floats(own.y, (n, size)), floats(own.out, (n, size)), floats(own.weight, size)
+    n, size, group = frame_at(own.frame).rows, own.size, own.group
+    y, out = floats(own.y, (n, size)), floats(own.out, (n, size))
     for r in range(first, last):  # rows that are contiguous, as those that a layer passes
         gate = floats(own.projected + 4 * (r * own.columns + own.gate_at), (1, size))
-        gated_group_rms_norm(y[r : r + 1], gate, weight, own.group, own.eps, out[r : r + 1])
-    round_made(out, first, last, own.rounded)
-
-
-def _head_norm(arguments, first, last):
-    own = gated_norm_at(arguments)
-    n, size, weight = frame_at(own.frame).rows, own.size, floats(own.weight, own.group)
-    y, out = floats(own.y, (n, size)), floats(own.out, (n, size))
-    for r in range(first, last):
-        gate = floats(own.projected + 4 * (r * own.columns + own.gate_at), (1, size))
-        head_norm_then_gate(y[r : r + 1], gate, weight, own.eps, out[r : r + 1])
+        row, made = y[r : r + 1], out[r : r + 1]
+        if own.norm_first:
+            head_norm_then_gate(row, gate, floats(own.weight, group), own.eps, made)
+        else:
+            gated_group_rms_norm(row, gate, floats(own.weight, size), group, own.eps, made)
     round_made(out, first, last, own.rounded)
 
 
@@ -273,7 +267,7 @@ def _round_inputs(arguments, first, last):
     round_made(x, first, last, own.rounded)
 
 
-NORM, GATED_NORM, HEAD_NORM = SpanKernel(_norm), SpanKernel(_gated_norm), SpanKernel(_head_norm)
+NORM, GATED_NORM = SpanKernel(_norm), SpanKernel(_gated_norm)
 SILU_GATE, RELU_SQUARED = SpanKernel(_silu_gate), SpanKernel(_relu_squared)
 RESIDUAL, ARRANGE = SpanKernel(_residual), SpanKernel(_arrange)
 PLACE_HEADS, GATE_HEADS = SpanKernel(_place_heads), SpanKernel(_gate_heads)

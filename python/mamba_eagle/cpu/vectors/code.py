@@ -10,8 +10,10 @@ A sum over inputs is made in the same order for each row, however many rows ther
 they are shared out to threads. So a row's outputs do not depend on the batch it is in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import Structure
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,21 +109,17 @@ class Code:
 
     def sum(self, *parts: Any) -> Any:
         """The sum of integers."""
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.builder.add(total, part)
-        return total
+        return reduce(self.builder.add, parts)
 
     def times(self, *factors: Any) -> Any:
         """The product of integers."""
-        product = factors[0]
-        for factor in factors[1:]:
-            product = self.builder.mul(product, factor)
-        return product
+        return reduce(self.builder.mul, factors)
 
-    def loop(self, count: Any) -> Any:
+    @contextmanager
+    def loop(self, count: Any) -> Iterator[Any]:
         """``with code.loop(count) as index``"""
-        return _Loop(self.builder, count)
+        with cgutils.for_range(self.builder, count, intp=I64) as own:
+            yield own.index
 
     def row_tiles(
         self, rows: Any, tile: Callable[[int, Any], None], largest: int = MAX_ROWS
@@ -138,17 +136,6 @@ class Code:
         for size in range(1, largest):
             with b.if_then(b.icmp_unsigned("==", left, I64(size))):
                 tile(size, first)
-
-
-class _Loop:
-    def __init__(self, builder: Any, count: Any) -> None:
-        self._range = cgutils.for_range(builder, count, intp=I64)
-
-    def __enter__(self) -> Any:
-        return self._range.__enter__().index
-
-    def __exit__(self, *error: Any) -> None:
-        self._range.__exit__(*error)
 
 
 def _bytes(kind: Any) -> int:
