@@ -37,9 +37,7 @@ MAX_NODES = 64
 
 
 @triton.jit
-def _add_channel_pairs(
-    found, q, k, k_rows, g, suffix, on_path, valid, T, TP: tl.constexpr, JP: tl.constexpr
-):
+def _add_channel_pairs(found, q, k, k_rows, g, suffix, on_path, valid, T, TP: tl.constexpr):
     """What some channels with decays of their own add to ``found``: k_i·k_j and q_i·k_j of nodes
     [TP, TP] and of nodes and rows [TP, JP], under the decay between i and j. Node by node, since
     each pair has its own exponentials. g: [TP, channels]; suffix: [JP, channels]."""
@@ -174,7 +172,7 @@ def _weights_kernel(
             suffix, total = decay_sums(g_rows, g_next, rows_2d, follows[:, None])
             found = (k_nodes, q_nodes, k_past, q_past)
             k_nodes, q_nodes, k_past, q_past = _add_channel_pairs(
-                found, q, k, k_rows, g, suffix, on_path, valid, T, TP, JP
+                found, q, k, k_rows, g, suffix, on_path, valid, T, TP
             )
             grown = tl.exp(float32_dot(on_path, g) + total[None, :])
             of_head = decayed + ((request * H + head).to(tl.int64) * 2 * T + 2 * node)[:, None] * N
