@@ -121,6 +121,11 @@ class ServerState:
         return self.config.served_model_name or self.config.model_path
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """By which a request asks for the model itself."""
+        return "", "default", self.model_name, self.config.model_path
+
+    @property
     def vocab_size(self) -> int:
         return self.manager.engine.vocab_size
 
@@ -215,9 +220,8 @@ class ServerState:
         return await heard(self.manager.ask(asked, 5.0), "the scheduler does not answer")
 
     def check_model(self, name: str) -> None:
-        """Raises: RequestError 404 for another one's name; none, and "default", is this one's"""
-        own = ("", "default", self.model_name, self.config.model_path)
-        if name not in own and name not in self.adapters:
+        """Raises: RequestError 404 for another one's name"""
+        if name not in self.own_names and name not in self.adapters:
             remedy = f"this server has {shown(self.model_name)}"
             if self.adapters:
                 remedy += f" and the adapters {shown(sorted(self.adapters))}"

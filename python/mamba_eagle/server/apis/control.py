@@ -124,7 +124,7 @@ async def load(request: Request, state: Trusted) -> Response:
     replaced, and requests that have begun keep it. Takes the admin key, unless the server has none
     and listens to its own machine alone."""
     body = await state.read_control(request, LoadBody)
-    if not body.lora_name or body.lora_name == state.model_name:
+    if body.lora_name in state.own_names:
         remedy = "must be a name of its own, not the model's"
         raise RequestError.about("lora_name", body.lora_name, remedy)
     await _change(state, LoadAdapter(name=body.lora_name, path=body.lora_path))

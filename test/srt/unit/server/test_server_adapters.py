@@ -57,6 +57,7 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_its_name() -> None:
     [
         ("/load_lora_adapter", {"lora_name": "sums"}, "lora_path = null"),
         ("/load_lora_adapter", {**LOAD, "lora_name": ""}, "must be a name of its own"),
+        ("/load_lora_adapter", {**LOAD, "lora_name": "default"}, "must be a name of its own"),
         ("/v1/load_lora_adapter", {**LOAD, "lora_path": "/wrong"}, "its shapes are wrong"),
         ("/unload_lora_adapter", {"lora_name": "sums"}, "is not loaded"),
         ("/v1/unload_lora_adapter", {}, "lora_name = null"),

@@ -169,7 +169,6 @@ async def finish_weight_update(request: Request, state: Trusted) -> Response:
     """The weights change, if a group has sent any."""
     body = await state.read_control(request, FinishBody)
     state.incoming.version = body.weight_version or state.incoming.version
-    state.incoming.begun = False
     await finish(state)
     return json_response({"message": "Weight update finished", **version(state)})
 
