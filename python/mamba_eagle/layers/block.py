@@ -113,6 +113,11 @@ class PreNormLayer(LateLayer):
             setattr(self, own, part)
         self.total = Total()
 
+    def connect(self) -> None:
+        norm, mixer, mlp_norm, mlp = self.parts
+        for before, reader in ((norm, mixer), (mlp_norm, mlp)):
+            before.rounding = getattr(reader, "input_rounding", None)
+
     @property
     def first_norm(self) -> RMSNorm:
         return self.parts.norm

@@ -17,10 +17,6 @@ class BambaLayer(PreNormLayer):
         mixer = mamba_or_attention(config, layer)
         super().__init__(config.hidden_size, config.norm_eps, *mixer, mlp)
 
-    def connect(self) -> None:
-        self.parts.norm.rounding = self.parts.mixer.input_rounding
-        self.parts.mlp_norm.rounding = self.parts.mlp.input_rounding
-
 
 class BambaForCausalLM(CausalLM):
     names = Names(norm="final_layernorm")

@@ -34,9 +34,6 @@ class GraniteLayer(PreNormLayer):
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size)
 
-    def connect(self) -> None:
-        self.parts.norm.rounding = self.parts.mixer.input_rounding
-
     def residuals(self) -> tuple[Residual, ...]:
         return () if self.has_experts else self.both_residuals(self.residual_multiplier)
 
