@@ -5,8 +5,6 @@ a tree's nodes to free rows; ``accept`` adds the rows of accepted nodes to the j
 changes indices. Every scheme for recurrent layers owns a ``RequestRows``.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -86,8 +84,18 @@ class RequestRows:
 class RowScheme(StateScheme):
     """Of models with recurrent layers: what its rows alone say."""
 
-    rows: RequestRows
-    gates: Tensor  # [layers, R, W, gate_size]
+    def __init__(
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        self.config, self.size, self.table, self.pool = config, size, table, pool
+        self.rows = RequestRows(config, size, table, pool)
+        self.gates = self.buffer(config.gate_size)
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For something of this shape in all rows: [layers, R, W, *shape]."""
+        layers, requests = self.rows.conv_in.shape[:2]
+        device = self.rows.conv_in.device
+        return zeros(layers, requests, self.size.rows, *shape, dtype=dtype, device=device)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
@@ -103,6 +111,33 @@ class RowScheme(StateScheme):
         return self.rows.newest(slots, accepted.count, width, self.gates)
 
 
+class DeferredScheme(RowScheme):
+    """Rows and folds: a row also has what a fold needs of its token."""
+
+    has_journal = True
+
+    def __init__(
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        own = pool.conv.dtype
+        self.parts = tuple(
+            self.buffer(part.width, dtype=torch.float32 if part.exact else own)
+            for part in config.row_parts
+        )
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        """Also zeroes the rows, since those outside the mask are multiplied by zero: a NaN that a
+        previous request left there would reach the next one."""
+        super().start(slots, state_slots)
+        for part in (self.gates, *self.parts):
+            part.index_fill_(1, slots, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.num_bytes + sum(part.nbytes for part in (self.gates, *self.parts))
+
+
 class SnapshotScheme(RowScheme):
     """One full state per node; ``accept`` copies the last accepted node's state to the state slot.
 
@@ -110,8 +145,11 @@ class SnapshotScheme(RowScheme):
     with rows and folds.
     """
 
-    table: RequestTable
-    node_states: Tensor  # [layers, R, W, *state_shape] float32
+    def __init__(
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        self.node_states = self.buffer(*pool.ssm.shape[2:])  # of all nodes
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""
@@ -126,42 +164,6 @@ class SnapshotScheme(RowScheme):
     @property
     def num_bytes(self) -> int:
         return self.rows.conv_in.nbytes + self.node_states.nbytes + self.gates.nbytes
-
-
-def node_states(rows: RequestRows) -> Tensor:
-    """A buffer for the states of all nodes: [layers, R, W, *state_shape] float32."""
-    layers, requests = rows.conv_in.shape[:2]
-    shape = (layers, requests, rows.size.rows, *rows.pool.ssm.shape[2:])
-    return zeros(*shape, dtype=torch.float32, device=rows.path.device)
-
-
-def gate_rows(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> Tensor:
-    """A buffer for the gates of all rows, [layers, R, W, gate_size] float32. like: [layers, R, …],
-    of the model's dtype."""
-    shape = (*like.shape[:2], size.rows, config.gate_size)
-    return zeros(*shape, dtype=torch.float32, device=like.device)
-
-
-def row_parts(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> tuple[Tensor, ...]:
-    """The same for what else a row holds, [layers, R, W, width] each."""
-    return tuple(
-        zeros(
-            *(*like.shape[:2], size.rows, part.width),
-            dtype=torch.float32 if part.exact else like.dtype,
-            device=like.device,
-        )
-        for part in config.row_parts
-    )
-
-
-def clear_rows(rows: Iterable[Tensor], slots: Tensor) -> None:
-    """Zero the rows of the request slots [n] in all layers.
-
-    For schemes that multiply rows outside the mask by zero: a NaN that a previous request left
-    there would reach the next one.
-    """
-    for part in rows:
-        part.index_fill_(1, slots, 0)
 
 
 def layer_rows(rows: RowBuffers, layer: int) -> RowBuffers:

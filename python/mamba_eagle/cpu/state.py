@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.backend.place import zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, RowScheme, gate_rows, layer_rows
+from mamba_eagle.backend.rows import RowScheme, layer_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StatelessScheme
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.programs.layers import FusedLayers
@@ -34,13 +33,14 @@ class CpuDeferred(RowScheme):
     def __init__(
         self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
-        self.config, self.size, self.table, self.pool = config, size, table, pool
-        self.rows = RequestRows(config, size, table, pool)
+        super().__init__(config, size, table, pool)
         self._path, self._journal_len = self.rows.path.numpy(), self.rows.journal_len.numpy()
         self._processed, self._state_slot = table.processed.numpy(), table.state_slot.numpy()
         self._buffers: dict[int, cpu.Buffers] = {}  # by layer
         self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
-        self.recurrence = rows_of(config, size, self.rows.conv_in)
+        # what a state is written by, gates and decays, as ``cpu.Buffers``
+        (H, P, N), groups = config.state_shape, config.num_groups
+        self.recurrence = RowBuffers(self.buffer(H * P + groups * N), self.gates, self.buffer(H))
         self._fused = FusedLayers(self)
 
     def verify(self, layer: Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
@@ -202,16 +202,6 @@ class CpuSnapshot(CpuDeferred):
 
     def _newest(self) -> np.ndarray:
         return self._accepted
-
-
-def rows_of(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> RowBuffers:
-    """The buffers of all layers: what a state is written by, gates and decays (``cpu.Buffers``)."""
-    shape, (H, P, N) = (*like.shape[:2], size.rows), config.state_shape
-    written, decay = (
-        zeros(*shape, n, dtype=torch.float32, device=like.device)
-        for n in (H * P + config.num_groups * N, H)
-    )
-    return RowBuffers(written, gate_rows(config, size, like), decay)
 
 
 class CpuStateless(StatelessScheme):

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import (
-    RequestRows,
-    RowScheme,
-    SnapshotScheme,
-    clear_rows,
-    gate_rows,
-    node_states,
-    row_parts,
-)
+from mamba_eagle.backend.rows import DeferredScheme, RowScheme, SnapshotScheme
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout, free_rows
@@ -44,9 +36,7 @@ class TorchScheme(RowScheme):
     def __init__(
         self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
-        self.config, self.size, self.table, self.pool = config, size, table, pool
-        self.rows = RequestRows(config, size, table, pool)
-        self.gates = gate_rows(config, size, self.rows.conv_in)
+        super().__init__(config, size, table, pool)
         self.layers: dict[int, Recurrent] = {}  # as they come by
 
     def verify(
@@ -105,20 +95,8 @@ class TorchScheme(RowScheme):
         own.journal_len[nodes.slots] += accepted.count
 
 
-class TorchDeferred(TorchScheme):
+class TorchDeferred(DeferredScheme, TorchScheme):
     """Rows and folds: each step reads the state, which is written only when rows run out."""
-
-    has_journal = True
-
-    def __init__(
-        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
-    ) -> None:
-        super().__init__(config, size, table, pool)
-        self.parts = row_parts(config, size, self.rows.conv_in)
-
-    def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        super().start(slots, state_slots)
-        clear_rows((self.gates, *self.parts), slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -197,19 +175,8 @@ class TorchDeferred(TorchScheme):
         own.move_history(slots, length)
         own.journal_len.index_fill_(0, slots, 0)
 
-    @property
-    def num_bytes(self) -> int:
-        parts = sum(part.nbytes for part in self.parts)
-        return self.rows.num_bytes + self.gates.nbytes + parts
-
 
 class TorchSnapshot(SnapshotScheme, TorchScheme):
-    def __init__(
-        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
-    ) -> None:
-        super().__init__(config, size, table, pool)
-        self.node_states = node_states(self.rows)
-
     def begin(self, slots: Tensor, tree: Tree) -> TorchLayout:
         # node i uses row i
         rows = torch.arange(tree.tokens.shape[1], device=slots.device).expand(len(slots), -1)

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import (
-    RequestRows,
-    RowScheme,
-    clear_rows,
-    gate_rows,
-    layer_rows,
-    row_parts,
-)
+from mamba_eagle.backend.rows import DeferredScheme, layer_rows
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
@@ -39,7 +32,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class TritonRows(RowScheme):
+class TritonRows(DeferredScheme):
     """What the recurrences have in common. A journal has at most ``max_journal`` rows; a step that
     might exceed them folds first.
 
@@ -47,7 +40,6 @@ class TritonRows(RowScheme):
     """
 
     on_device = True
-    has_journal = True
 
     def __init__(
         self,
@@ -57,10 +49,7 @@ class TritonRows(RowScheme):
         pool: StatePool,
     ) -> None:
         """Raises: ValueError if there is no room for the tokens that a step may accept."""
-        self.size, self.table, self.pool = size, table, pool
-        self.rows = RequestRows(config, size, table, pool)
-        self.gates = gate_rows(config, size, self.rows.conv_in)
-        self.parts = row_parts(config, size, self.rows.conv_in)
+        super().__init__(config, size, table, pool)
         self.max_journal = size.rows - self.rows.history - size.nodes - size.spare
         if self.max_journal < size.accepts:
             required = size.rows - self.max_journal + size.accepts
@@ -70,9 +59,8 @@ class TritonRows(RowScheme):
         self.room = Room(self.rows.history, size.rows, self.max_journal, size.accepts)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        self.rows.start(slots, state_slots)
+        super().start(slots, state_slots)
         self.rows.path[slots[:, None], self.rows.offsets] = self.rows.offsets
-        clear_rows((self.gates, *self.parts), slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """Afterwards only the state slot is valid; journal and history are not updated."""
@@ -126,10 +114,6 @@ class TritonRows(RowScheme):
             ancestors=torch.ones_like(lanes.parents),  # bit 0: itself
             tail=lanes.tail.contiguous(),
         )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows.num_bytes + sum(part.nbytes for part in (self.gates, *self.parts))
 
 
 class TritonDeferred(TritonRows):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, SnapshotScheme, gate_rows, node_states
+from mamba_eagle.backend.rows import SnapshotScheme
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
@@ -25,9 +25,7 @@ class TritonSnapshot(SnapshotScheme):
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
-        self.size, self.table, self.pool = size, table, pool
-        self.rows = RequestRows(config, size, table, pool)
-        self.node_states = node_states(self.rows)
+        super().__init__(config, size, table, pool)
         self.sizes = sizes_of(config)
         requests, like = table.processed.shape[0], pool.conv
         width = config.inner_size + config.num_groups * config.state_size
@@ -38,7 +36,6 @@ class TritonSnapshot(SnapshotScheme):
         # xB and L are shared by all layers, which run one after the other; the keeper of rows reads
         # dt afterwards
         xB, log_decay = inputs(width, like.dtype), inputs(config.num_heads)
-        self.gates = gate_rows(config, size, self.rows.conv_in)
         self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.gates]
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
