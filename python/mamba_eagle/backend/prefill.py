@@ -28,6 +28,11 @@ class PrefillPart:
     length: int
 
     @property
+    def flat(self) -> slice:
+        """The chunk's tokens in the flat input."""
+        return slice(self.first, self.first + self.length)
+
+    @property
     def span(self) -> PromptSpan:
         """The chunk's positions in its request."""
         return PromptSpan(self.item.slot, self.item.start, self.length)
@@ -123,6 +128,14 @@ class PrefillContext(ABC):
     def positions(self) -> Tensor:
         """[n] int64: each token's position in its sequence."""
         return self.place.to_device(positions_of(self.parts))
+
+    def round_keys(self, ends: list[tuple[int, int]]) -> Tensor | None:
+        """Of the states that are written: which part, tokens of it."""
+        if not self.pool.rounding.keyed:
+            return None
+        items = [(self.parts[index].item, tokens) for index, tokens in ends]
+        saved = [(item.slot, item.start + tokens) for item, tokens in items]
+        return self.pool.rounding.keys(*self.place.to_device(list(zip(*saved))))
 
     def run(
         self,

@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import NewTokenAttention
-from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import (
     FixedRecurrence,
     PrefillContext,
@@ -19,30 +16,16 @@ from mamba_eagle.backend.prefill import (
 )
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
-from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, Room, prefill_plan
+from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Room, prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
 
 
 class PlannedPrefill(PrefillContext):
     """What kernels read of all layers is made once."""
 
-    def __init__(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        paged: NewTokenAttention | None,
-        place: Place,
-    ) -> None:
-        super().__init__(parts, pool, paged, place)
-        self.plan = prefill_plan([prompt_of(part) for part in parts], place.to_device)
-
-    def round_keys(self, ends: list[tuple[int, int]]) -> Tensor | None:
-        """Of the states that are written: which part, tokens of it."""
-        if not self.pool.rounding.keyed:
-            return None
-        items = [(self.parts[index].item, tokens) for index, tokens in ends]
-        saved = [(item.slot, item.start + tokens) for item, tokens in items]
-        return self.pool.rounding.keys(*self.place.to_device(list(zip(*saved))))
+    @cached_property
+    def plan(self) -> PrefillPlan:
+        return prefill_plan([prompt_of(part) for part in self.parts], self.place.to_device)
 
     def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
         return None if self.pool.rounding.keyed else FixedPlan(self, tokens, requests)

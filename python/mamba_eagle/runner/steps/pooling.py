@@ -68,7 +68,7 @@ class Pooling:
         item = part.item
         if (pool := self._open.get(item.slot)) is None:
             return None
-        pool.add(features[part.first : part.first + part.length, : self.hidden_size])
+        pool.add(features[part.flat, : self.hidden_size])
         return self._open.pop(item.slot).vector() if item.is_last else None
 
     def release(self, slots: Sequence[int]) -> None:

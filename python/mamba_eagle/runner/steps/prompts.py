@@ -138,9 +138,9 @@ class Passed(NamedTuple):
         states at anchors only."""
         items, tokens, features, before = [], [], [], []
         for i, part in enumerate(prefill_parts(self.items)):
-            item, span = part.item, slice(part.first, part.first + part.length)
-            tokens.append(self.tokens[span])
-            features.append(self.features[span])
+            item = part.item
+            tokens.append(self.tokens[part.flat])
+            features.append(self.features[part.flat])
             before.append(self.before[i])
             start = item.first
             if start is not None and (lacking := start.draft_start) is not None:
@@ -198,8 +198,7 @@ class PromptRunner:
             [item.start + len(item.token_ids) for item in items]
         )
         for part in parts:
-            span = slice(part.first, part.first + part.length)
-            self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
+            self.step.sampling.observe(part.item.slot, tokens[part.flat], part.item.start)
             self.step.constraints.observe_prompt(
                 part.item.slot, part.item.token_ids, part.item.start
             )
@@ -397,8 +396,8 @@ def _input_logprobs(
     The logprob of the token at position q comes from the feature at q - 1; before [F] is the
     feature before the chunk. The token at position 0 has no logprob; ``read`` removes it.
     """
-    item, span = part.item, slice(part.first, part.first + part.length)
+    item = part.item
     offset = max(item.logprob_start, item.start) - item.start
-    sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
+    sources = torch.cat([before[None].to(features.dtype), features[part.flat][:-1]])[offset:]
     logits = step.model.step_logits(sources)
-    return Logprobs(step.chooser, step.table, item.slot, logits, tokens[span][offset:])
+    return Logprobs(step.chooser, step.table, item.slot, logits, tokens[part.flat][offset:])
