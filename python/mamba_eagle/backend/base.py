@@ -161,7 +161,11 @@ class Backend(TokenOps):
     ) -> SavedJournals:
         """``num_slots`` journal slots of ``size`` rows; mixers: those of the model, in the order of
         the pool's layers."""
-        return SavedJournals(num_slots, size, mixers, pool, table, self.place)
+        kind = self.journal_kind(mixers, pool)
+        return kind(num_slots, size, mixers, pool, table, self.place)
+
+    def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
+        return SavedJournals
 
     def rows_ahead(self, accepts: int) -> int:
         """Rows beyond a tree's own that the deferred scheme needs to accept ``accepts`` tokens."""

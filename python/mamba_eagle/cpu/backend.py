@@ -114,17 +114,9 @@ class CpuBackend(Backend):
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
 
-    def saved_journals(
-        self,
-        num_slots: int,
-        size: int,
-        mixers: Sequence[Recurrent],
-        pool: StatePool,
-        table: RequestTable,
-    ) -> SavedJournals:
+    def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
         ours = mixers and _has_kernels(mixers[0].config, pool)
-        kind = CpuJournals if ours else SavedJournals
-        return kind(num_slots, size, mixers, pool, table, self.place)
+        return CpuJournals if ours else SavedJournals
 
     def prefill_context(
         self,

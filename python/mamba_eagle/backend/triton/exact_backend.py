@@ -12,7 +12,7 @@ from torch import Tensor
 from mamba_eagle.backend.attention import NewTokenAttention, TreeNodes
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.pools import KVPool, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
@@ -81,18 +81,10 @@ class ExactBackend(TritonBackend):
             return None
         return ExactPrompts(pool, slot_table, [part.span for part in parts], self.place)
 
-    def saved_journals(
-        self,
-        num_slots: int,
-        size: int,
-        mixers: Sequence[Recurrent],
-        pool: StatePool,
-        table: RequestTable,
-    ) -> SavedJournals:
-        kind = ExactJournals if pool.ssm.shape[0] else SavedJournals
+    def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
         if mixers and exact_delta_supported(mixers[0].config):
-            kind = ExactDeltaJournals
-        return kind(num_slots, size, mixers, pool, table, self.place)
+            return ExactDeltaJournals
+        return ExactJournals if pool.ssm.shape[0] else SavedJournals
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Sums and the order of equal ones are the kernel's, which sees one row."""
