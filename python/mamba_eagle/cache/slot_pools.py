@@ -35,7 +35,6 @@ class SlotPools:
         self.stores = use_cache  # otherwise nothing is inserted, and every slot stays its owner's
         cache = self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
         self.match, self.flush = cache.match, cache.flush
-        self.pin, self.unpin = cache.pin, cache.pins.end
 
     # ── what there is ────────────────────────────────────────────────────────────────────────
 
@@ -43,10 +42,6 @@ class SlotPools:
     def available_kv(self) -> int:
         """KV slots that are free or could be evicted from the cache."""
         return self.kv.num_free + self.cache.evictable_kv
-
-    @property
-    def num_free_requests(self) -> int:
-        return self.requests.num_free
 
     @property
     def has_spare_state(self) -> bool:
@@ -57,10 +52,6 @@ class SlotPools:
     def has_spare_journal(self) -> bool:
         """The same of journals."""
         return self.journals.num_free > max(1, self.journals.total // 8)
-
-    def has_free_kv(self, count: int) -> bool:
-        """Whether that many KV slots can be had without evicting any."""
-        return self.kv.num_free >= count
 
     def gauges(self) -> dict[str, float]:
         """Slots by who has them; ``num_used_tokens`` leaves out what could be evicted."""

@@ -197,7 +197,7 @@ class Planner:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.cohorts.max_in_flight:
             return None
-        self.slots.unpin(time.monotonic())
+        self.slots.cache.pins.end(time.monotonic())
         plan = PlanDraft(Plan(step=self.stats.num_steps + 1))
         self._release_leaving(plan)
         if not self.pauses.stops_all:

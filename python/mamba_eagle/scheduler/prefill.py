@@ -166,7 +166,7 @@ class PrefillManager:
                     self.turned_away.append(request)
                 if some_wait_for_slot:
                     continue
-            if self.slots.num_free_requests == 0:
+            if self.slots.requests.num_free == 0:
                 self.turned_away.append(request)
                 break
             if self.grammars is not None and not self.grammars.may_begin(request):
@@ -190,7 +190,7 @@ class PrefillManager:
         """Prompt tokens of all requests that run or for which there are request slots, before any
         hit is known."""
         begun = sum(len(r.to_prefill) - r.held.inserted for r in self.chunked if r.held is not None)
-        first = self.waiting[: self.slots.num_free_requests]
+        first = self.waiting[: self.slots.requests.num_free]
         return begun + sum(len(request.to_prefill) for request in first)
 
     def _in_order(self) -> list[Request]:
@@ -219,7 +219,7 @@ class PrefillManager:
     ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
         match = start.match
-        if not self.slots.has_free_kv(len(request.to_prefill) - match.position):
+        if self.slots.kv.num_free < len(request.to_prefill) - match.position:
             self._mark_wanted(request)
         num_running = sum(not other.leaving for other in holding)
         # Replayed tokens are in the tree already. Once it has processed them they are locked there,

@@ -70,6 +70,21 @@ def test_a_session_ends_when_no_request_names_it_for_its_time(
     assert "close some" in serving.scheduler.sessions.open("more", 10.0)
 
 
+def test_what_is_pinned_after_a_flush_is_pinned_for_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serving, now = server(), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for name in ("before", "after"):
+        assert not serving.scheduler.sessions.open(name, 10.0)
+        turn(serving, name, CHAT, name)
+        assert serving.scheduler.slots.cache.pins.kv
+        now += 11.0
+        turn(serving, f"late {name}", CHAT)
+        assert not serving.scheduler.slots.cache.pins.kv
+        serving.scheduler.flush()
+
+
 def test_samples_of_one_prompt_share_its_slots() -> None:
     """One copy of the prompt's keys and values, and one more state slot for each sample."""
     serving = server(kv=2000, states=20)
