@@ -32,13 +32,9 @@ class Device(Shelf):
     number = 0
 
     def __init__(self, slots: SlotPools, has_kv: bool) -> None:
-        self.slots, self.has_kv = slots, has_kv
+        self.cache, self.has_kv = slots.cache, has_kv
         self.reserve_kv = slots.reserve_kv
         self.reserve_state, self.reserve_journal = slots.reserve_state, slots.reserve_journal
-
-    @property
-    def cache(self) -> RadixCache:
-        return self.slots.cache
 
     def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:
         rows = indices([journal] if journal >= 0 else ())
@@ -322,10 +318,6 @@ class Passage(CacheBelow):
         self.lost += not worked
         transfer.end(worked)
         return True
-
-    def flush(self) -> None:
-        """Nothing is under way."""
-        self.lower.cache.flush()
 
 
 class FromDevice(Passage):

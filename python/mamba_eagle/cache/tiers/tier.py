@@ -57,15 +57,12 @@ class Pieces(SlotAllocator):
 class Shelf(ABC):
     """A tier as its neighbours see it."""
 
+    cache: RadixCache
     number: int  # 0: the device, 1: host memory, 2: disk
     has_kv: bool  # whether tokens have keys and values
     reserve_kv: Callable[[int], Indices | None]
     reserve_state: Callable[[Collection[int]], int | None]  # which others must not be evicted
     reserve_journal: Callable[[Collection[int]], int | None]
-
-    @property
-    @abstractmethod
-    def cache(self) -> RadixCache: ...
 
     @abstractmethod
     def units_of(self, state: int, journal: int) -> tuple[Indices, Indices]:
@@ -83,12 +80,8 @@ class Tier(Shelf):
         self.kv = self.units if sizes.kv_units else SlotAllocator(MAX_FREE_TOKENS, "token")
         self.states = Pieces(self.units, sizes.state_units, "state in units")
         self.journals = Pieces(self.units, sizes.journal_units, "journal in units")
-        self._cache = RadixCache(self.kv, self.states, self.journals, draft_states)
+        self.cache = RadixCache(self.kv, self.states, self.journals, draft_states)
         self.has_kv = bool(sizes.kv_units)
-
-    @property
-    def cache(self) -> RadixCache:
-        return self._cache
 
     def reserve_kv(self, count: int, spare: bool = False) -> Indices | None:
         """Units for as many tokens; None if they cannot be had. spare: of a spare state, for which

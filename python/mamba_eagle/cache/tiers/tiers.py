@@ -107,7 +107,7 @@ class CacheTiers:
     def flush(self) -> None:
         """Forgets all, also on disk. Nothing is under way."""
         for passage in reversed(self.passages):
-            passage.flush()
+            passage.lower.cache.flush()
         self._empties_disk = self.labels is not None
 
     # ── what there is ────────────────────────────────────────────────────────────────────────
