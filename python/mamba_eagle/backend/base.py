@@ -82,10 +82,7 @@ class Backend(TokenOps):
 
     # ── which parts may be captured in a graph ──
 
-    @property
-    def attention_on_device(self) -> bool:
-        """Whether attention of trees and lanes never waits for the host."""
-        return False
+    attention_on_device = False  # whether attention of trees and lanes never waits for the host
 
     def experts_on_device(self, config: MoEConfig | None) -> bool:
         """Whether experts run without the host knowing how many tokens each of them gets; True
@@ -144,8 +141,17 @@ class Backend(TokenOps):
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
         if config is None:
-            return StatelessScheme(table, pool)
-        return TORCH_SCHEMES[mode](config, size, table, pool)
+            return self.stateless(table, pool)
+        return self.scheme_kind(mode, config, pool)(config, size, table, pool)
+
+    # without recurrent layers
+    stateless: Callable[[RequestTable, StatePool], StateScheme] = StatelessScheme
+
+    def scheme_kind(
+        self, mode: str, config: RecurrenceConfig, pool: StatePool
+    ) -> Callable[..., StateScheme]:
+        """What makes the scheme of such layers."""
+        return TORCH_SCHEMES[mode]
 
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
@@ -165,6 +171,7 @@ class Backend(TokenOps):
         return kind(num_slots, size, mixers, pool, table, self.place)
 
     def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
+        """What makes the journals of such layers."""
         return SavedJournals
 
     def rows_ahead(self, accepts: int) -> int:
@@ -181,9 +188,14 @@ class Backend(TokenOps):
     ) -> PrefillContext:
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""
-        return TorchPrefillContext(
-            parts, pool, self.prompt_attention(kv, slot_table, parts), self.place
-        )
+        attention = self.prompt_attention(kv, slot_table, parts)
+        return self.prompt_kind(recurrence, pool)(parts, pool, attention, self.place)
+
+    def prompt_kind(
+        self, recurrence: RecurrenceConfig | None, pool: StatePool
+    ) -> Callable[..., PrefillContext]:
+        """What makes the context of a pass over such layers."""
+        return TorchPrefillContext
 
     def other_forms(self) -> list[AbstractContextManager[None]]:
         """Within each of them steps take other kernels than they otherwise would, so that those of

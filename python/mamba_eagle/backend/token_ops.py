@@ -125,10 +125,8 @@ class TokenOps:
         cells = slots.unsqueeze(1) * counts.shape[1] + torch.where(valid, tokens, 0)
         counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
 
-    @property
-    def samples_in_kernels(self) -> bool:
-        """Whether ``sample_nodes`` exists. Elsewhere runner/sampler.py does it in torch."""
-        return False
+    # whether ``sample_nodes`` exists; elsewhere runner/sampler.py does it in torch
+    samples_in_kernels = False
 
     def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
         """The target's token at every node, without asking the host: logits [b, T, V], any float

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.cpu.abi import BestOf, EnterRoots
 from mamba_eagle.cpu.attention import CpuBlocks, CpuLanes, CpuPromptAttention, CpuTreeAttention
@@ -100,36 +101,25 @@ class CpuBackend(Backend):
             return super().block_attention(pool, rows)
         return CpuBlocks(pool, rows)
 
-    def state_scheme(
-        self,
-        mode: str,
-        config: RecurrenceConfig | None,
-        size: SchemeSize,
-        table: RequestTable,
-        pool: StatePool,
-    ) -> StateScheme:
-        if config is None:
-            return CpuStateless(table, pool)
+    stateless = CpuStateless
+
+    def scheme_kind(
+        self, mode: str, config: RecurrenceConfig, pool: StatePool
+    ) -> Callable[..., StateScheme]:
         if not _has_kernels(config, pool):
-            return super().state_scheme(mode, config, size, table, pool)
-        return CPU_SCHEMES[mode](config, size, table, pool)
+            return super().scheme_kind(mode, config, pool)
+        return CPU_SCHEMES[mode]
 
     def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
         ours = mixers and _has_kernels(mixers[0].config, pool)
         return CpuJournals if ours else SavedJournals
 
-    def prefill_context(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        kv: KVPool,
-        slot_table: Tensor,
-        recurrence: RecurrenceConfig | None,
-    ) -> PrefillContext:
+    def prompt_kind(
+        self, recurrence: RecurrenceConfig | None, pool: StatePool
+    ) -> Callable[..., PrefillContext]:
         if not _has_kernels(recurrence, pool):
-            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        attention = self.prompt_attention(kv, slot_table, parts)
-        return CpuPrefillContext(parts, pool, attention, self.place, self.prompts)
+            return super().prompt_kind(recurrence, pool)
+        return partial(CpuPrefillContext, programs=self.prompts)
 
     def other_forms(self) -> list[AbstractContextManager[None]]:
         forms = [self.prompts.none()]

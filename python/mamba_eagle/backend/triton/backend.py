@@ -19,7 +19,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
-from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
+from mamba_eagle.backend.state import StatelessScheme, StateScheme
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.deferred import TritonDeferred
@@ -122,6 +122,8 @@ class TritonBackend(Backend):
     snapshots of delta rules, their prompts without fla-core, and for more than MAX_TOP lanes."""
 
     name = "triton"
+    attention_on_device = True
+    samples_in_kernels = True
     # for Mamba2
     schemes = SCHEMES
     prompts: type[PlannedPrefill] = TritonPrefillContext
@@ -139,10 +141,6 @@ class TritonBackend(Backend):
     def build_kernels(self, rehearse: Callable[[], None]) -> None:
         if self.builds is not None:
             self.builds.build(rehearse)
-
-    @property
-    def attention_on_device(self) -> bool:
-        return True
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         return TritonTreeAttention(pool, nodes) if pool.num_layers else None
@@ -165,21 +163,16 @@ class TritonBackend(Backend):
             return None
         return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
 
-    def state_scheme(
-        self,
-        mode: str,
-        config: RecurrenceConfig | None,
-        size: SchemeSize,
-        table: RequestTable,
-        pool: StatePool,
-    ) -> StateScheme:
-        if config is None:
-            return StatelessScheme(table, pool, pack=pack_paths)
+    stateless = staticmethod(partial(StatelessScheme, pack=pack_paths))
+
+    def scheme_kind(
+        self, mode: str, config: RecurrenceConfig, pool: StatePool
+    ) -> Callable[..., StateScheme]:
         if mode == "deferred" and delta_supported(config):
-            return self.delta_rows(config)(config, size, table, pool)
+            return self.delta_rows(config)
         if not sizes_supported(config):
-            return super().state_scheme(mode, config, size, table, pool)
-        return self.schemes[mode](config, size, table, pool)
+            return super().scheme_kind(mode, config, pool)
+        return self.schemes[mode]
 
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         return state_rounding(mode, dtype, table.seed, TritonStochastic)
@@ -189,20 +182,14 @@ class TritonBackend(Backend):
         path; and rows of history are not reused."""
         return accepts + MAX_HISTORY
 
-    def prefill_context(
-        self,
-        parts: list[PrefillPart],
-        pool: StatePool,
-        kv: KVPool,
-        slot_table: Tensor,
-        recurrence: RecurrenceConfig | None,
-    ) -> PrefillContext:
-        if recurrence is None or not (sizes_supported(recurrence) or delta_supported(recurrence)):
-            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
-        given = (parts, pool, self.prompt_attention(kv, slot_table, parts), self.place)
-        if delta_supported(recurrence):
-            return self.delta_prompts(recurrence)(*given)
-        return self.prompts(*given)
+    def prompt_kind(
+        self, recurrence: RecurrenceConfig | None, pool: StatePool
+    ) -> Callable[..., PrefillContext]:
+        if recurrence is not None and delta_supported(recurrence):
+            return self.delta_prompts(recurrence)
+        if recurrence is not None and sizes_supported(recurrence):
+            return self.prompts
+        return super().prompt_kind(recurrence, pool)
 
     def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
         return TritonDelta
@@ -265,10 +252,6 @@ class TritonBackend(Backend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(slots, kv_slots, *accepted, *changed)
-
-    @property
-    def samples_in_kernels(self) -> bool:
-        return True
 
     # kernels that are the method
     block_attention = staticmethod(TritonBlocks)
