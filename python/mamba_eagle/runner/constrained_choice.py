@@ -112,8 +112,10 @@ class MasksOnDemand(MasksFirst):
                 nodes.logits[index, node][:, None],
                 nodes.positions[index, node][:, None],
             )
-            masks = self._as_masks(range(len(refused)), [walk.mask for walk in refused])
-            again = self.chooser.sample(some, masks)
+            masks = self.constraints.host_masks(len(refused))
+            found = [walk.mask for walk in refused if walk.mask is not None]
+            np.stack(found, out=masks.numpy().view(np.uint32))
+            again = self.chooser.sample(some, self.constraints.send(range(len(refused)), masks))
             for walk, token in zip(refused, again[:, 0].tolist()):
                 walk.write(tokens[walk.index], token)
         changed = [walk.index for walk in walks if walk.changed]
@@ -124,17 +126,6 @@ class MasksOnDemand(MasksFirst):
         elif changed:
             made = self.place.to_device([tokens[i] for i in changed])
             target[self.place.to_device(changed)] = made
-
-    def _as_masks(self, rows: Sequence[int], masks: Sequence[Row | None]) -> TokenMasks:
-        """On the device. rows: of the logits [b * T, V]."""
-        found = [mask for mask in masks if mask is not None]
-        words = len(found[0])
-        buffer = self.place.host_buffer(4 * len(found) * words).view(torch.int32)
-        buffer = buffer.view(len(found), words)
-        np.stack(found, out=buffer.numpy().view(np.uint32))
-        return TokenMasks(
-            self.place.to_device(list(rows)), buffer.to(self.place.device, non_blocking=True)
-        )
 
 
 def _joined(some: TokenMasks, others: TokenMasks) -> TokenMasks:

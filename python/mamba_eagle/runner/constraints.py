@@ -183,9 +183,7 @@ class Constraints:
         marks = Marks({}, {})
         if not trees:
             return None, marks
-        buffer = self.place.host_buffer(4 * len(trees) * nodes * self.matchers.words)
-        masks = buffer.view(torch.int32).view(len(trees), nodes, self.matchers.words)
-        masks.fill_(-1)
+        masks = self.host_masks(len(trees) * nodes).fill_(-1).unflatten(0, (len(trees), nodes))
         for row, (i, (tokens, parents)) in enumerate(trees.items()):
             grammar = self._of[slots[i]]
             own = masks[row].numpy().view(np.uint32)
@@ -193,8 +191,17 @@ class Constraints:
             if grammar.problem:
                 marks.problems[i] = grammar.problem
         rows = [i * nodes + node for i in trees for node in range(nodes)]
-        sent = masks.flatten(0, 1).to(self.place.device, non_blocking=True)
-        return TokenMasks(self.place.to_device(rows), sent), marks
+        return self.send(rows, masks.flatten(0, 1)), marks
+
+    def host_masks(self, count: int) -> Tensor:
+        """Room for as many masks, [count, W] int32, to be sent."""
+        words = self.matchers.words
+        return self.place.host_buffer(4 * count * words).view(torch.int32).view(count, words)
+
+    def send(self, rows: Sequence[int], masks: Tensor) -> TokenMasks:
+        """To the device; rows: of the logits [b * T, V]."""
+        sent = masks.to(self.place.device, non_blocking=True)
+        return TokenMasks(self.place.to_device(rows), sent)
 
 
 def _with_trees(tree: Tree, changed: dict[int, DraftTree]) -> Tree:

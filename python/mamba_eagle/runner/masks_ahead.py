@@ -21,7 +21,6 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mamba_eagle.backend.place import Timestamp
@@ -82,8 +81,7 @@ class MasksWhileVerifying(MasksOnDemand):
         verifying.waited_for = True
         own = [walk for walk in walks if isinstance(walk, _DeviceWalk)]
         size = min(len(own) * nodes, MAX_AHEAD)
-        words = self.constraints.matchers.words
-        buffer = self.place.host_buffer(4 * size * words).view(torch.int32).view(size, words)
+        buffer = self.constraints.host_masks(size)
         masks, rows = buffer.numpy().view(np.uint32), list[int]()
 
         def mask_all(asked: Iterable[tuple[_DeviceWalk, int]]) -> None:
@@ -107,10 +105,7 @@ class MasksWhileVerifying(MasksOnDemand):
                 break
             walk.ask(node)
         mask_all(others)
-        if not rows:
-            return None
-        sent = buffer[: len(rows)].to(self.place.device, non_blocking=True)
-        return TokenMasks(self.place.to_device(rows), sent)
+        return self.constraints.send(rows, buffer[: len(rows)]) if rows else None
 
 
 class _Verifying:
