@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from mamba_eagle.backend.triton.delta import TritonDelta
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaScan, TorchScan
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.backend.triton.prefill import PlannedPrefill, TritonPrefillContext
+from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.accept.triton_pending import append_pending, rows_of, take_pending
@@ -44,7 +43,7 @@ from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
-from mamba_eagle.model_config import DeltaConfig, RecurrenceConfig
+from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates, Frontier
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -106,8 +105,7 @@ class TritonCandidates(Candidates):
 
 
 MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
-Scheme: TypeAlias = type[TritonDeferred] | type[TritonSnapshot]
-SCHEMES: dict[str, Scheme] = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
+SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}  # for Mamba2
 
 
 class TritonStochastic(Stochastic):
@@ -124,9 +122,6 @@ class TritonBackend(Backend):
     name = "triton"
     attention_on_device = True
     samples_in_kernels = True
-    # for Mamba2
-    schemes = SCHEMES
-    prompts: type[PlannedPrefill] = TritonPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
         super().__init__(place, dtype, TritonOps())
@@ -169,10 +164,10 @@ class TritonBackend(Backend):
         self, mode: str, config: RecurrenceConfig, pool: StatePool
     ) -> Callable[..., StateScheme]:
         if mode == "deferred" and delta_supported(config):
-            return self.delta_rows(config)
+            return TritonDelta
         if not sizes_supported(config):
             return super().scheme_kind(mode, config, pool)
-        return self.schemes[mode]
+        return SCHEMES[mode]
 
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         return state_rounding(mode, dtype, table.seed, TritonStochastic)
@@ -186,17 +181,11 @@ class TritonBackend(Backend):
         self, recurrence: RecurrenceConfig | None, pool: StatePool
     ) -> Callable[..., PrefillContext]:
         if recurrence is not None and delta_supported(recurrence):
-            return self.delta_prompts(recurrence)
+            scan = TorchScan() if recurrence.channel_decay else self._delta_scan
+            return partial(DeltaPrefillContext, scan=scan)
         if recurrence is not None and sizes_supported(recurrence):
-            return self.prompts
+            return TritonPrefillContext
         return super().prompt_kind(recurrence, pool)
-
-    def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
-        return TritonDelta
-
-    def delta_prompts(self, config: DeltaConfig) -> Callable[..., PrefillContext]:
-        scan = TorchScan() if config.channel_decay else self._delta_scan
-        return partial(DeltaPrefillContext, scan=scan)
 
     @cached_property
     def _delta_scan(self) -> DeltaScan:

@@ -14,9 +14,9 @@ from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.backend.token_ops import TokenLogprobs
-from mamba_eagle.backend.triton.backend import Scheme, TritonBackend
-from mamba_eagle.backend.triton.delta import TritonDelta
+from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.exact import ExactJournals, ExactPrefillContext, ExactRows
 from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAttention
 from mamba_eagle.backend.triton.exact_delta import (
@@ -29,14 +29,11 @@ from mamba_eagle.backend.triton.exact_products import ExactOps
 from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP
 from mamba_eagle.layers.recurrent import Recurrent
-from mamba_eagle.model_config import DeltaConfig, ModelConfig
+from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
 
 
 class ExactBackend(TritonBackend):
     """For models with recurrent layers of Mamba2 or gated DeltaNet, with states in float32."""
-
-    schemes: dict[str, Scheme] = {"deferred": ExactRows}
-    prompts = ExactPrefillContext
 
     def __init__(self, place: Place, dtype: torch.dtype) -> None:
         super().__init__(place, dtype, flashinfer=False)
@@ -65,11 +62,22 @@ class ExactBackend(TritonBackend):
             if has
         ]
 
-    def delta_rows(self, config: DeltaConfig) -> type[TritonDelta]:
-        return ExactDeltaRows if exact_delta_supported(config) else super().delta_rows(config)
+    def scheme_kind(
+        self, mode: str, config: RecurrenceConfig, pool: StatePool
+    ) -> Callable[..., StateScheme]:
+        """mode: deferred, as the settings have seen to."""
+        if exact_delta_supported(config):
+            return ExactDeltaRows
+        return ExactRows if sizes_supported(config) else super().scheme_kind(mode, config, pool)
 
-    def delta_prompts(self, config: DeltaConfig) -> Callable[..., PrefillContext]:
-        return ExactDeltaPrefill if exact_delta_supported(config) else super().delta_prompts(config)
+    def prompt_kind(
+        self, recurrence: RecurrenceConfig | None, pool: StatePool
+    ) -> Callable[..., PrefillContext]:
+        if recurrence is not None and exact_delta_supported(recurrence):
+            return ExactDeltaPrefill
+        if recurrence is not None and sizes_supported(recurrence):
+            return ExactPrefillContext
+        return super().prompt_kind(recurrence, pool)
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         return ExactTreeAttention(pool, nodes) if pool.num_layers else None
