@@ -152,8 +152,9 @@ CASES = {
     "float8-rows": Case("rows", shared=2),
     "float8-rows-gated": Case("rows", "silu_gate", shared=1),
     "float8-tensor": Case("tensor", shared=2),
-    "float8-blocks": Case("blocks", width=144),
-    "float8-blocks-gated": Case("blocks", "silu_gate", width=144),
+    "float8-blocks": Case("blocks", width=144, shared=1),
+    "float8-blocks-gated": Case("blocks", "silu_gate", width=144, shared=1),
+    "float8-blocks-alone": Case("blocks", "silu_gate", width=144),
 }
 EXPERTS, TOP_K, SIZE = 5, 2, 160
 
@@ -294,7 +295,7 @@ PARTS = {
     "float8-rows-gated": (Case("rows", "silu_gate", shared=2), [36, 36]),
     "float8-tensor": (Case("tensor", shared=2), [36, 36]),
     "float8-blocks": (Case("blocks", width=336), [128, 208]),
-    "float8-blocks-gated": (Case("blocks", "silu_gate", width=384), [128, 256]),
+    "float8-blocks-gated": (Case("blocks", "silu_gate", width=384, shared=1), [128, 256]),
 }
 
 

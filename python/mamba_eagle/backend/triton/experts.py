@@ -88,7 +88,7 @@ def sharing(stack: Stack, shared: Tensor | Matrix | None, by_rows: bool) -> tupl
     """The stack with the shared experts' matrix beside it, and how many of its size they are; 0 if
     they cannot be multiplied together."""
     own = stack_of(shared) if isinstance(shared, (Tensor, Matrix)) else None
-    if own is None or stack.block or own.block or own.weight.dtype != stack.weight.dtype:
+    if own is None or own.block != stack.block or own.weight.dtype != stack.weight.dtype:
         return stack, 0
     if stack.rounding is not None and not same_rounding(stack.rounding, own.rounding):
         return stack, 0
@@ -96,8 +96,10 @@ def sharing(stack: Stack, shared: Tensor | Matrix | None, by_rows: bool) -> tupl
     width, rest = own.weight.shape[axis], own.weight.shape[other]
     if width % stack.weight.shape[1 + axis] or rest != stack.weight.shape[1 + other]:
         return stack, 0
-    together = stack._replace(shared=own.weight.contiguous(), shared_scale=own.scale)
-    return together, width // stack.weight.shape[1 + axis]
+    count = width // stack.weight.shape[1 + axis]
+    if stack.block and count > 1:  # kernels find the blocks of one matrix
+        return stack, 0
+    return stack._replace(shared=own.weight.contiguous(), shared_scale=own.scale), count
 
 
 def fuse_experts(

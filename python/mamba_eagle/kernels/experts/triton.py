@@ -42,7 +42,7 @@ class Stack(NamedTuple):
     block: int  # rows that share a scale; 0: scales are of rows or of the matrix
     rounding: Rounding | None  # of the inputs
     shared: Tensor | None = None
-    shared_scale: Tensor | None = None  # [1 or rows]
+    shared_scale: Tensor | None = None  # [1 or rows]; of blocks: as of one expert
 
     @property
     def inputs(self) -> int:
@@ -541,6 +541,5 @@ def _factors(x: Marked, stack: Stack, pairs: Pairs) -> tuple[tuple[Tensor, ...],
     given += (weight, scale, own, own_scale)
     if stack.scale is None:
         return given, (x.values.stride(0), 0, 0, 0)
-    per_row = not stack.block and scale.shape[1] > 1
-    strides = (x.values.stride(0), scale[0].numel(), int(per_row), int(own_scale.shape[0] > 1))
-    return given, strides
+    per_row = (0, 0) if stack.block else (int(scale.shape[1] > 1), int(own_scale.shape[0] > 1))
+    return given, (x.values.stride(0), scale[0].numel(), *per_row)
