@@ -70,10 +70,18 @@ class Incoming:
         return self.folders.setdefault(self.is_drafter, os.path.join(memory_dir(), name))
 
     def fail(self, problem: str) -> None:
+        """Also when a part has come after the failure: it has made its folder again."""
         for folder in self.folders.values():
             shutil.rmtree(folder, ignore_errors=True)
-        self.folders.clear()
-        self.problem = problem
+        self.problem = self.problem or problem
+
+    def check(self) -> None:
+        """Raises: RequestError if none of it will be used."""
+        if self.problem:
+            raise RequestError(
+                f"another part of this update was refused ({self.problem}): end the pause, or "
+                "start the update again"
+            )
 
     def weights(self) -> Weights:
         target, drafter = self.folders.get(False, ""), self.folders.get(True, "")

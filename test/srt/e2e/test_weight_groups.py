@@ -56,6 +56,9 @@ class Trainer:
         with contextlib.suppress(BrokenPipeError):  # a trainer whose group has ended may end, too
             self.process.stdin.write("".join(f"{line}\n" for line in lines))
             self.process.stdin.flush()
+        return self.told(names, flat)
+
+    def told(self, names: Sequence[str], flat: bool = False) -> dict[str, Any]:
         sent = [self.weights[name] for name in names]
         return {
             "names": list(names),
@@ -217,6 +220,71 @@ def test_a_wrong_tensor_ends_its_update_and_group_and_changes_nothing(
             call(engine, "/update_weights_from_distributed", **trains.send(names[:2]))
         assert trains.process.wait(60) != 0, "its broadcast fails instead of waiting"
     assert texts(engine) == before
+
+
+def test_an_update_that_is_refused_takes_no_other_with_it(engine: Engine, other: Path) -> None:
+    """Where no pause joins calls each is an update of its own; a part that comes after another one
+    was refused is refused as well, and leaves nothing."""
+    before, path = texts(engine), "/update_weights_from_distributed"
+    trains = Trainer(engine, other)
+    trains.join()
+    names = sorted(trains.weights)
+    answers: list[Any] = []
+
+    def refusal(path: str, **body: Any) -> str:
+        message: str = post(engine, path, **body).body["error"]["message"]
+        return message
+
+    def work() -> None:
+        answers.append(post(engine, path, **trains.told(names)))
+
+    for pauses in (True, False):
+        if pauses:
+            engine.pause_generation("in_place")
+        taking = threading.Thread(target=work)
+        taking.start()
+        while "is busy" not in refusal("/init_weights_update_group", **trains.meeting):
+            pass  # until the engine has begun to receive
+        wrong = {"group_name": "nobody's", "weight_version": "refused"}
+        assert "was not joined" in refusal(path, **trains.told(names), **wrong)
+        trains.send(names)
+        taking.join()
+        if pauses:
+            assert "another part" in answers.pop().body["error"]["message"] and not received()
+            engine.continue_generation()
+            assert texts(engine) == before
+    assert answers[0].status == 200 and texts(engine) != before and version(engine) == "default"
+    trains.end()
+
+
+def test_an_update_that_is_started_again_has_nothing_of_before(engine: Engine, other: Path) -> None:
+    """A trainer that was ended half-way starts again; one that was refused is not finished."""
+    trains = Trainer(engine, other)
+    trains.join()
+    first, *rest = sorted(trains.weights)
+
+    def part(*names: str) -> int:
+        sent = trains.send(names)
+        told = {"names": names, "dtype_names": sent["dtypes"], "shapes": sent["shapes"]}
+        status: int = post(engine, "/update_weights", update_info=told).status
+        return status
+
+    assert part(first) == 200  # alone
+    wanted = texts(engine)
+    engine.update_weights_from_disk(str(EMBEDDED_MODEL))
+    for names in (rest, [first]):
+        call(engine, "/start_weight_update")
+        assert part(*names) == 200 and len(received()) == 1
+    call(engine, "/finish_weight_update")
+    assert texts(engine) == wanted
+    call(engine, "/start_weight_update")
+    assert part(first) == 200
+    wrong = {"names": ["nothing"], "dtype_names": ["float32"], "shapes": [[1]]}
+    for path, body in (("/update_weights", {"update_info": wrong}), ("/finish_weight_update", {})):
+        with pytest.raises(EngineError, match="unexpected"):
+            call(engine, path, **body)
+    assert texts(engine) == wanted
+    trains.end()
 
 
 def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(

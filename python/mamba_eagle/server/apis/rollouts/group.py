@@ -147,9 +147,8 @@ async def update_weights_from_distributed(request: Request, state: Trusted) -> R
     tensors = listed(body.names, body.dtypes, body.shapes, "dtypes")
     if body.abort_all_requests:
         await state.manager.abort(None, "aborted: the weights are updated")
-    state.incoming.version = body.weight_version or state.incoming.version
     chunk = MAX_CHUNK if body.load_format == FLAT else 0
-    done = await take(state, tensors, body.group_name, chunk)
+    done = await take(state, tensors, body.group_name, chunk, body.weight_version)
     return json_response({"success": True, "message": done})
 
 
@@ -157,10 +156,12 @@ async def update_weights_from_distributed(request: Request, state: Trusted) -> R
 @router.post("/start_draft_weight_update")
 async def start_weight_update(request: Request, state: Trusted) -> Response:
     """vLLM's: what /update_weights brings from a group until /finish_weight_update is one update,
-    of the model or of its drafter."""
-    incoming = state.incoming
-    incoming.begun, incoming.problem = True, ""
-    incoming.is_drafter = request.url.path == "/start_draft_weight_update"
+    of the model or of its drafter. What was begun and not finished before is dropped."""
+    is_drafter = request.url.path == "/start_draft_weight_update"
+    if state.incoming.problem or is_drafter in state.incoming.folders:
+        state.incoming.fail("it was started again")
+        state.incoming = Incoming()
+    state.incoming.begun, state.incoming.is_drafter = True, is_drafter
     return json_response({"message": "Weight update started"})
 
 
@@ -168,8 +169,10 @@ async def start_weight_update(request: Request, state: Trusted) -> Response:
 async def finish_weight_update(request: Request, state: Trusted) -> Response:
     """The weights change, if a group has sent any."""
     body = await state.read_control(request, FinishBody)
-    state.incoming.version = body.weight_version or state.incoming.version
+    incoming = state.incoming
+    incoming.version = body.weight_version or incoming.version
     await finish(state)
+    incoming.check()
     return json_response({"message": "Weight update finished", **version(state)})
 
 
@@ -188,17 +191,17 @@ def listed(names: list[str], dtypes: list[str], shapes: Any, called: str) -> lis
     return [TensorInfo(*each) for each in zip(names, kinds, shapes)]
 
 
-async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk: int) -> str:
-    """Receive a part of an update; what has become of it.
+async def take(
+    state: ServerState, tensors: list[TensorInfo], group: str, chunk: int, version: str
+) -> str:
+    """Receive a part of an update, or a whole one; what has become of it.
 
     Raises: RequestError; then nothing of the whole update is used.
     """
-    incoming = state.incoming
-    if incoming.problem:
-        raise RequestError(
-            f"another part of this update was refused ({incoming.problem}): end the pause, or "
-            "start the update again"
-        )
+    waits = state.incoming.begun or state.paused
+    incoming = state.incoming if waits else Incoming()
+    incoming.check()
+    incoming.version = version or incoming.version
     task = TakeTensors(
         group=group,
         folder=incoming.folder(),
@@ -206,18 +209,18 @@ async def take(state: ServerState, tensors: list[TensorInfo], group: str, chunk:
         is_drafter=incoming.is_drafter,
         chunk_bytes=chunk,
     )
-    waits = incoming.begun or state.paused
     incoming.receiving += 1
     try:
         await answered(state.manager.ask(AskRanks(task=task), RANK_SECONDS))
+        incoming.check()  # meanwhile another part may have been refused
     except RequestError as error:
-        incoming.fail(str(error) if waits else "")
+        incoming.fail(str(error))
         raise
     finally:
         incoming.receiving -= 1
     if waits:
         return f"{len(tensors)} tensors are here; the weights change when all are"
-    await finish(state)
+    await change_weights(state, incoming.weights())
     return f"weights are version {state.manager.weight_version}"
 
 
@@ -229,9 +232,8 @@ async def finish(state: ServerState) -> None:
     if state.incoming.receiving:
         raise RequestError("tensors are still being received: wait for the answers to those calls")
     incoming, state.incoming = state.incoming, Incoming()
-    if not incoming.folders:
-        return
-    await change_weights(state, incoming.weights())
+    if incoming.folders and not incoming.problem:
+        await change_weights(state, incoming.weights())
 
 
 async def change_weights(state: ServerState, weights: Weights) -> None:

@@ -76,8 +76,8 @@ async def update_weights(request: Request, state: Trusted) -> Response:
     if body.update_info:
         info = read(UpdateInfo, body.update_info, "update_info")
         tensors = listed(info.names, info.dtype_names, info.shapes, "dtype_names")
-        state.incoming.version = body.weight_version or state.incoming.version
-        await take(state, tensors, GROUP, info.packed_buffer_size_bytes if info.packed else 0)
+        chunk = info.packed_buffer_size_bytes if info.packed else 0
+        await take(state, tensors, GROUP, chunk, body.weight_version)
     elif body.weight_dir:
         await change_weights(state, Weights(target=body.weight_dir, version=body.weight_version))
     else:
