@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -285,6 +286,53 @@ def test_an_update_that_is_started_again_has_nothing_of_before(engine: Engine, o
             call(engine, path, **body)
     assert texts(engine) == wanted
     trains.end()
+
+
+def test_a_part_that_comes_while_a_model_changes_is_served_or_gone(
+    engine: Engine, other: Path
+) -> None:
+    """As a pause ends, it is not held for the next one; beside another change, it is refused."""
+    trains = Trainer(engine, other)
+    trains.join()
+    names, path = sorted(trains.weights), "/update_weights_from_distributed"
+
+    def goes_on() -> None:
+        while post(engine, "/continue_generation").status != 200:
+            pass  # a part is being received
+
+    engine.pause_generation("in_place")
+    call(engine, path, **trains.send(names[:1]), weight_version="first")
+    going = threading.Thread(target=goes_on)
+    going.start()
+    while not any(received()[0].glob("*.json")):
+        pass  # until the first is being loaded
+    call(engine, path, **trains.send(names), weight_version="second")
+    going.join()
+    assert version(engine) == "second" and len(received()) == 1
+    engine.pause_generation("in_place")
+    call(engine, path, **trains.send(names[:1]))
+
+    async def both() -> list[int]:
+        disk = engine.async_post("/update_weights_from_disk", {"model_path": str(other)})
+        answers = await asyncio.gather(disk, engine.async_post("/continue_generation", {}))
+        return [answer.status for answer in answers]
+
+    disk, group = asyncio.run(both())
+    assert {disk, group} == {200, 400} and len(received()) == (group == 200)
+    engine.continue_generation()
+    trains.end()
+
+
+MEETINGS = [("master_address", ""), ("rank_offset", 2), ("backend", "nccl")]
+
+
+@pytest.mark.parametrize(("field", "value"), MEETINGS)
+def test_a_group_that_cannot_form_is_refused_at_once(
+    engine: Engine, field: str, value: str | int
+) -> None:
+    meeting = {"master_address": HOST, "master_port": 1, "world_size": 2, field: value}
+    answer = post(engine, "/init_weights_update_group", **meeting)
+    assert answer.status == 400 and answer.body["error"]["param"] == field
 
 
 def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(

@@ -220,7 +220,7 @@ async def take(
         incoming.receiving -= 1
     if waits:
         return f"{len(tensors)} tensors are here; the weights change when all are"
-    await change_weights(state, incoming.weights())
+    await _use(state, incoming)
     return f"weights are version {state.manager.weight_version}"
 
 
@@ -233,7 +233,17 @@ async def finish(state: ServerState) -> None:
         raise RequestError("tensors are still being received: wait for the answers to those calls")
     incoming, state.incoming = state.incoming, Incoming()
     if incoming.folders and not incoming.problem:
+        await _use(state, incoming)
+
+
+async def _use(state: ServerState, incoming: Incoming) -> None:
+    """Raises: RequestError"""
+    try:
         await change_weights(state, incoming.weights())
+    except RequestError as error:
+        if error.status == 400:  # the runner may not have seen it
+            incoming.fail(str(error))
+        raise
 
 
 async def change_weights(state: ServerState, weights: Weights) -> None:
@@ -244,6 +254,13 @@ async def change_weights(state: ServerState, weights: Weights) -> None:
 
 async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -> None:
     on_gpu = str(state.manager.engine.details.get("device", "")).startswith("cuda")
+    if not meeting.master_address:
+        raise RequestError.about("master_address", "", "must be the host of the trainer's store")
+    if meeting.rank_offset + state.config.num_ranks > meeting.world_size:
+        after = f"must be {state.config.num_ranks} below world_size ({meeting.world_size}) at most"
+        raise RequestError.about("rank_offset", meeting.rank_offset, after)
+    if backend == "nccl" and not on_gpu:
+        raise RequestError.about("backend", backend, "this server has no GPU: send gloo")
     task = JoinGroup(
         group=name,
         host=meeting.master_address,

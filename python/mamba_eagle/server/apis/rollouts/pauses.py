@@ -123,10 +123,10 @@ async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
 
 
 async def _go_on(state: ServerState) -> None:
-    if not state.incoming.begun:
+    while state.incoming.folders and not state.incoming.begun:  # a part may come meanwhile
         await finish(state)
-    await answered(state.manager.ask(Continue(), 30.0))
     state.paused = False
+    await answered(state.manager.ask(Continue(), 30.0))
 
 
 MUST = f"must be a list of {' and '.join(MEMORY_TAGS)}"
