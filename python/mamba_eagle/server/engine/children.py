@@ -22,6 +22,7 @@ from pathlib import Path
 from mamba_eagle import logs
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Heartbeat
+from mamba_eagle.message.channel import remove_stale_dirs
 from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL, role_name
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 
@@ -130,6 +131,7 @@ def end_children(children: list[Child]) -> None:
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+    remove_stale_dirs()  # a runner that is ended leaves the weights that it has received
 
 
 # A step that shows progress may still be an endless loop: it has this many time-outs to end.
