@@ -1,12 +1,10 @@
 """Plans: who runs, who waits, and what each gets of the slots."""
 
-import logging
 import time
 from collections import deque
-from collections.abc import Mapping
 
-from mamba_eagle.cache.node import StateKind, as_tokens
-from mamba_eagle.cache.slots import Behind, HeldSlots, Slots, Trail
+from mamba_eagle.cache.node import as_tokens
+from mamba_eagle.cache.slots import Behind, Slots, Trail
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import DEFAULT_VERSION, PLAIN
@@ -14,24 +12,20 @@ from mamba_eagle.message import (
     AnchorMove,
     ChangeModel,
     DecodeBatch,
-    DraftCopy,
     JournalPart,
     PauseMode,
     Plan,
-    PrefillItem,
     Release,
     RunnerReady,
 )
 from mamba_eagle.scheduler.adapters import Adapters
+from mamba_eagle.scheduler.booking import OpenSessions, PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
-from mamba_eagle.scheduler.sessions import OpenSessions
 from mamba_eagle.scheduler.speculation import shape_policy
 from mamba_eagle.scheduler.stats import Stats
-
-log = logging.getLogger("mamba_eagle.scheduler")
 
 MIN_KEPT = 64  # tokens before the end of an output, any of which can be continued after
 
@@ -192,6 +186,9 @@ class Planner:
         self.trails = TrailKeeper(config, self.slots, runner)
         self.stats = Stats()
         self.sessions = OpenSessions(self.slots)
+        self.booking = PlanBooking(
+            runner, self.policy, self.slots, self.prefill, self.sessions, self.stats
+        )
         self.pauses = Pauses()
         self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
         self._in_flight: deque[PlanDraft] = deque()
@@ -216,7 +213,7 @@ class Planner:
         self.stats.num_steps += 1
         self._in_flight.append(plan)
         plan.message.after = self.cohorts.planned(plan)
-        self._book(plan)
+        self.booking.book(plan)
         return plan.message
 
     def _schedule(self, plan: PlanDraft) -> None:
@@ -310,62 +307,6 @@ class Planner:
         self.stats.num_retracted += 1
         request.retracting = True
         self.prefill.remove(request)
-
-    # ── what a plan leaves behind ──────────────────────────────────────────────────────────────
-
-    def _book(self, plan: PlanDraft) -> None:
-        """What the plan will have processed belongs to the cache as soon as the plan is as good as
-        sent, for the plans after it."""
-        plan.message.moves += self.slots.take_moves()
-        for request in plan.untracked:
-            self.policy.untrack(request.drafts)
-            if request.held is not None:
-                plan.message.untrack.append(request.held.slot)
-                request.held.followed &= self.runner.drafter_reads == "nothing"
-        for request in plan.decodes:
-            request.plans_in_flight += 1
-            request.min_tokens_in_flight += 1
-        for request, item in zip(plan.prompts, plan.message.prefill):
-            self._book_chunk(request, item, plan.kinds)
-
-    def _book_chunk(
-        self, request: Request, item: PrefillItem, kinds: Mapping[int, StateKind]
-    ) -> None:
-        held = request.held
-        assert held is not None
-        request.plans_in_flight += 1
-        request.min_tokens_in_flight += item.is_last
-        if item.first is not None:
-            if request.retractions == 0:
-                self.stats.prompt_tokens += request.prompt_len
-                self.stats.hit(held.hit.kind, request.news.cached_tokens)
-            if item.first.draft_start is not None:
-                self.slots.follow(held)
-        end = item.start + len(item.token_ids)
-        tokens = request.to_prefill[item.start : end]
-        copies = self.slots.insert(held, tokens, heals=held.followed)
-        if copies[0]:
-            item.draft_copy = DraftCopy(*copies)
-        for save in item.saves:
-            if (kind := kinds.get(save.state_slot)) is not None:  # others are the request's own
-                self.slots.attach_state(held, save.position, save.state_slot, kind)
-        if item.is_last:
-            if held.prompt_journal is not None:
-                self.slots.keep_prompt_journal(held)
-            self.prefill.remove(request)
-            self._pin(request, held)
-
-    def _pin(self, request: Request, held: HeldSlots) -> None:
-        """Its prompt is in the cache now; a client may have asked to keep it there."""
-        asked, tail = request.asked, request.prompt_len - 1
-        if tail <= 0 or not self.slots.stores:
-            return
-        positions, pinned = [*asked.checkpoints, tail], True
-        if asked.pin_seconds > 0:
-            until = time.monotonic() + asked.pin_seconds
-            pinned = self.slots.cache.pin(held.node, positions, until)
-        if not (self.sessions.keep(asked.session, held.node, positions) and pinned):
-            log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── pauses ───────────────────────────────────────────────────────────────────────────────
 

@@ -9,30 +9,18 @@ process   a prompt that ends has its first token; of trees, the accepted nodes a
           what is new is answered; who has ended leaves with the next plan
 """
 
-import logging
-from collections.abc import Sequence
-
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     CacheUse,
-    DecodeResult,
     Generate,
-    PrefillItem,
-    PrefillResult,
     RequestOutput,
     RunnerReady,
     StepResult,
-    StepTrace,
-    TokenLogprob,
 )
-from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.planner import Planner
 from mamba_eagle.scheduler.request import Request
-from mamba_eagle.scheduler.speculation import Outcome
-from mamba_eagle.scheduler.step_results import NO_TOKEN_PROBLEM, decode_problem, prefill_problem
-
-log = logging.getLogger("mamba_eagle.scheduler")
+from mamba_eagle.scheduler.step_results import StepResults
 
 
 class Scheduler(Planner):
@@ -48,6 +36,9 @@ class Scheduler(Planner):
         """prompts_first: as for ``Planner``."""
         super().__init__(config, runner, prompts_first)
         self.queue_timeout = config.queue_timeout  # seconds; 0: any
+        self.results = StepResults(
+            runner, self.shape, self.policy, self.slots, self.prefill, self.stats, self._forget
+        )
         self._live: dict[str, Request] = {}  # requests that have not ended
         self._num_added = 0
 
@@ -156,97 +147,9 @@ class Scheduler(Planner):
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
         self.tiers.end(result.copied, result.lost, result.problems)
-        outputs = self._take(plan, result)
+        outputs = self.results.take(plan, result)
         self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs
-
-    def _take(self, plan: PlanDraft, result: StepResult) -> list[RequestOutput]:
-        """What clients are to get of the plan's result."""
-        self.stats.num_compiled = result.num_compiled
-        self.stats.step_seconds += result.seconds
-        prompt_tokens = sum(len(item.token_ids) for item in plan.message.prefill)
-        made = sum(len(walk.tokens) for walk in result.decode) / max(len(result.decode), 1)
-        self.prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens, made)
-        outputs = []
-        for request, item, prefilled in zip(plan.prompts, plan.message.prefill, result.prefill):
-            outputs += self._take_prefill(request, item, prefilled)
-        outcomes = []
-        for request, tree, walk in zip(plan.decodes, plan.trees, result.decode):
-            problem = self._settle(request, tree, walk)
-            outcomes.append(Outcome(request.drafts, 0 if problem else len(walk.tokens)))
-            if request.finish is None:
-                if problem:
-                    outputs.append(self.fail(request, problem, walk.problem))
-                else:
-                    self.stats.verify_steps += 1
-                    self.stats.decode_tokens += len(walk.tokens)
-                    if self.shape.nodes > 1:
-                        request.count_step(len(walk.tokens) - 1, plan.choice.shape.depth)
-                    request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
-                    told = (walk.logprobs, walk.trace, walk.hidden)
-                    outputs.append(self._accept(request, walk.tokens, *told))
-        if outcomes:
-            # If the next plan arrived in time, the runner waited only for messages, which is a cost
-            # of every step. Longer pauses are not the step's.
-            waited = min(result.idle_seconds, result.decode_seconds)
-            self.policy.observe(plan.choice, outcomes, result.decode_seconds + waited)
-        return outputs
-
-    def _take_prefill(
-        self, request: Request, item: PrefillItem, result: PrefillResult
-    ) -> list[RequestOutput]:
-        """An output if the chunk was the prompt's last, or if its result cannot be."""
-        request.plans_in_flight -= 1
-        request.min_tokens_in_flight -= item.is_last
-        if request.finish is not None:
-            return []
-        if problem := prefill_problem(request, item, result, self.runner.vocab_size):
-            return [self.fail(request, problem, result.problem)]
-        request.news.input_logprobs += result.input_logprobs
-        request.took_experts(item.start, len(item.token_ids), result.experts)
-        if not item.is_last:
-            return []
-        request.news.embedding = result.embedding
-        if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
-            return [self._accept(request, [], [], None, result.hidden)]
-        logprobs = [result.logprob] if result.logprob is not None else []
-        return [self._accept(request, [result.token], logprobs, None, result.hidden)]
-
-    def _settle(self, request: Request, tree: Sequence[int], walk: DecodeResult) -> str:
-        """Books the nodes that a request accepted. Returns what is wrong with the result, if
-        anything: then it has accepted none."""
-        held = request.held
-        assert held is not None
-        request.plans_in_flight -= 1
-        request.min_tokens_in_flight -= 1
-        problem = decode_problem(request, walk, tree, self.runner.vocab_size)
-        self.slots.settle(held, tree, [] if problem else walk.nodes, walk.folded)
-        return problem
-
-    def _accept(
-        self,
-        request: Request,
-        tokens: list[int],
-        logprobs: list[TokenLogprob],
-        trace: StepTrace | None,
-        hidden: list[bytes],
-    ) -> RequestOutput:
-        request.accept(tokens)
-        if request.finish is not None:
-            self._forget(request)
-        return request.output(tokens, logprobs, trace, hidden)
-
-    def fail(self, request: Request, problem: str, in_grammar: str) -> RequestOutput:
-        """The runner's result cannot be: this request ends with an error of its own.
-
-        in_grammar: what its grammar has to do with it, such as a limit that only shows here."""
-        failure = Failure.INTERNAL
-        if in_grammar or (problem == NO_TOKEN_PROBLEM and request.sampling.has_token_rules):
-            failure = Failure.REFUSED
-            if self.prefill.grammars is not None:
-                self.prefill.grammars.failed(request.sampling.grammar)
-        log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
-        return self._end(request, FinishReason("abort", message=problem, failure=failure))
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 

@@ -99,7 +99,7 @@ def test_a_grammar_that_the_runner_cannot_follow_is_refused_and_compiled_anew() 
     for asked in queue.take_unsent():
         queue.compiled(asked.number)
     request = serving.scheduler.prefill.waiting[0]
-    output = serving.scheduler.fail(request, "the grammar cannot be followed", "a limit")
+    output = serving.scheduler.results.fail(request, "the grammar cannot be followed", "a limit")
     assert output.finish is not None and output.finish.failure is Failure.REFUSED
     serving.add("next", [2] * 5, under("a"))
     assert [asked.text for asked in queue.take_unsent()] == ["a"]

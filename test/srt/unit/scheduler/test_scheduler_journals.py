@@ -232,7 +232,7 @@ def test_edits_forks_and_chats_keep_their_texts(seed):
     )
     serving.rng = rng
     policy = SomeTracked(serving.scheduler.shape, rng)
-    serving.scheduler.policy = policy
+    serving.scheduler.policy = serving.scheduler.results.policy = policy
     serving.scheduler.prefill.policy = serving.scheduler.prefill.catch_up.policy = policy
     texts, wanted = [PROMPT[:60]], {}
     for i in range(50):
