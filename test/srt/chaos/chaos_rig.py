@@ -69,9 +69,9 @@ class Stream:
                 for line in reply.iter_lines():
                     if line == "data: [DONE]":
                         self.is_complete = True
-                    elif line:
+                    elif line.startswith("data: "):  # else a comment, which breaks a silence
                         self.events.append(json.loads(line.removeprefix("data: ")))
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError) as error:
             self.problem = repr(error)
 
     def wait(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Stream:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the stream hangs"
         assert self.problem is None, self.problem
-        assert self.is_complete and self.events
+        assert self.is_complete and self.events, self.events[-1:]
         return self.events[-1]
 
     def lost(self) -> bool:

@@ -32,7 +32,7 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[Any]:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith("text/event-stream")
         for line in reply.iter_lines():
-            if line:
+            if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
     assert events.pop() == "[DONE]"
     return [json.loads(event) for event in events]
