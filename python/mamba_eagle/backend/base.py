@@ -42,9 +42,7 @@ from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.model_config import ModelConfig, MoEConfig, RecurrenceConfig
-from mamba_eagle.tree.accept import Truncated, accept, truncate
-from mamba_eagle.tree.candidates import Candidates
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.tree.accept import Truncated
 
 
 class Backend(TokenOps):
@@ -203,20 +201,6 @@ class Backend(TokenOps):
         return []
 
     # ── trees ──
-
-    def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
-        """An empty set of candidates for trees of at most ``depth`` levels. roots: [b] tokens."""
-        return Candidates(roots, topk)
-
-    def accept_tokens(
-        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
-    ) -> Truncated:
-        """The accepted path of each tree, cut where its request ends (tree/accept.py).
-
-        slots: [b] request slots. target: [b, T], the target's token at each node.
-        """
-        path = accept(tree, target, max_depth)
-        return truncate(path, table.stop_tokens[slots], table.remaining[slots])
 
     def commit_tokens(
         self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated

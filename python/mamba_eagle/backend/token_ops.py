@@ -1,5 +1,6 @@
 """What chooses among tokens, by logits, noise and masks: the part of a ``Backend`` that drafters
-rank with and samplers draw with, in the form that runs everywhere. Shapes: as in base.py.
+rank with, samplers draw with and trees are accepted with, in the form that runs everywhere. Shapes:
+as in base.py.
 """
 
 from typing import NamedTuple
@@ -7,12 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
+from mamba_eagle.tree.accept import Truncated, accept, truncate
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree
 
 
 class TokenLogprobs(NamedTuple):
@@ -86,6 +91,22 @@ class TokenOps:
         if ids is not None:
             best = best._replace(tokens=ids[best.tokens])
         return best.unflatten((told.shape[1] // lanes, lanes))
+
+    # ── drafted trees ──
+
+    def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
+        """An empty set of candidates for trees of at most ``depth`` levels. roots: [b] tokens."""
+        return Candidates(roots, topk)
+
+    def accept_tokens(
+        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
+    ) -> Truncated:
+        """The accepted path of each tree, cut where its request ends (tree/accept.py).
+
+        slots: [b] request slots. target: [b, T], the target's token at each node.
+        """
+        path = accept(tree, target, max_depth)
+        return truncate(path, table.stop_tokens[slots], table.remaining[slots])
 
     # ── sampling ──
 
