@@ -66,6 +66,11 @@ class OutputParser(ABC):
     def finish(self) -> list[Piece]:
         """What the end of the text adds."""
 
+    def read(self, text: str, is_last: bool) -> list[Piece]:
+        """What more text adds, and the end if it is the last."""
+        pieces = self.feed(text)
+        return pieces + self.finish() if is_last else pieces
+
 
 class PlainParser(OutputParser):
     """All is content."""

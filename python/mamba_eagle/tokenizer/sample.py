@@ -61,6 +61,7 @@ class Sample:
         self.told = 0  # tokens that a stream has sent
         self.sent = False  # to the scheduler
         self.text = ""
+        self._told_text = 0  # characters that ``new_text`` has given
         self._detokenizer = detokenizer
         self._stops = StopFinder(request.stop_strings(prompt.sampling.stop))
 
@@ -136,6 +137,12 @@ class Sample:
             return self.text
         held = self._stops.held_back()
         return self.text[: len(self.text) - held] if held else self.text
+
+    def new_text(self) -> str:
+        """What ``visible_text`` has more than at the last call."""
+        text = self.visible_text()[self._told_text :]
+        self._told_text += len(text)
+        return text
 
     @property
     def routed_experts(self) -> bytes:

@@ -166,14 +166,12 @@ class PieceReply(Reply):
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
         super().__init__(sample, tokenizer, with_text)
-        self._told_text = 0  # characters
         self._told_ids = 0
 
     def as_dict(self) -> dict[str, Any]:
-        text, ids = self.sample.visible_text(), self.sample.output_ids
-        piece, new_ids = text[self._told_text :], ids[self._told_ids :]
-        self._told_text, self._told_ids = len(text), len(ids)
-        reply = {"text": piece, "output_ids": new_ids, "meta_info": self.meta_info()}
+        text, new_ids = self.sample.new_text(), self.sample.output_ids[self._told_ids :]
+        self._told_ids += len(new_ids)
+        reply = {"text": text, "output_ids": new_ids, "meta_info": self.meta_info()}
         self._logprobs = {name: JsonList() for name in self._logprobs}
         return reply
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from mamba_eagle.chat.parse import OutputParser, PlainParser
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES, MAX_TOP_LOGPROBS
+from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES
 from mamba_eagle.message import Generate
+from mamba_eagle.server.apis.generate.body import TOP
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, read, says
@@ -24,7 +25,6 @@ from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 
-TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
 BEST_OF = kinds.integer(1, MAX_SAMPLES)
 # Some clients of /v1/completions send the chat route's true.
 LOGPROBS = kinds.Kind(lambda value: 1 if value is True else TOP.read(value), TOP.must, TOP.schema)

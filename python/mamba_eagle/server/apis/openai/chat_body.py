@@ -8,9 +8,9 @@ from mamba_eagle.chat.parse import FamilyParser
 from mamba_eagle.chat.render import Chat, TemplateError
 from mamba_eagle.chat.schema import readable_tools
 from mamba_eagle.limits import MAX_DOCUMENTS
+from mamba_eagle.server.apis.generate.body import TOP
 from mamba_eagle.server.apis.openai.body import (
     LONGEST,
-    TOP,
     MaxTokens,
     OpenAIBody,
     OpenAIJob,

@@ -28,7 +28,6 @@ class Choice(ABC):
         self.tokenizer = tokenizer
         self.job = job
         self._total = 0.0  # of the output's logprobs
-        self._sent = 0  # characters
         self._told_steps = 0
         self._meta = Reply(sample, tokenizer, False) if job.body.return_meta_info else None
         self._logprobs = {name: JsonList() for name in self.lists}
@@ -89,11 +88,6 @@ class Choice(ABC):
             for token, x in found.items()
         }
 
-    def _new_text(self) -> str:
-        text = self.sample.visible_text()[self._sent :]
-        self._sent += len(text)
-        return text
-
     def _new_logprobs(self) -> dict[str, Any] | None:
         self.take_logprobs()
         lists = self._logprobs
@@ -148,7 +142,7 @@ class CompletionChoice(Choice):
 
     def _piece(self) -> dict[str, Any]:
         echo, self._echo = self._echo, ""
-        piece = self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
+        piece = self._choice(text=echo + self.sample.new_text(), logprobs=self._new_logprobs())
         if self._body.return_token_ids:
             ids = self.sample.output_ids
             piece["prompt_token_ids"] = self.sample.prompt.token_ids
@@ -220,10 +214,7 @@ class ChatChoice(Choice):
             yield self._choice(delta={}, logprobs=None)
 
     def _new_pieces(self) -> list[Piece]:
-        pieces = self._parser.feed(self._new_text())
-        if self.sample.finish is not None:
-            pieces = pieces + self._parser.finish()
-        return pieces
+        return self._parser.read(self.sample.new_text(), self.sample.finish is not None)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, TextPiece):

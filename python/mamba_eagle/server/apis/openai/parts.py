@@ -55,7 +55,6 @@ class Written:
         self.parts: list[Part] = []
         self.reasoning_tokens = 0  # for replies that count them
         self._parser = job.make_parser()
-        self._sent = 0  # characters
         self._open: Part | None = None
 
     @property
@@ -86,12 +85,7 @@ class Written:
 
     def news(self) -> Iterator[News]:
         """What is new since the last call."""
-        text = self.sample.visible_text()[self._sent :]
-        self._sent += len(text)
-        pieces = self._parser.feed(text)
-        if self.finish is not None:
-            pieces = pieces + self._parser.finish()
-        for piece in pieces:
+        for piece in self._parser.read(self.sample.new_text(), self.finish is not None):
             if isinstance(piece, TextPiece):
                 if self._open is None or self._open.field != piece.field:
                     yield from self._close()

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.limits import MAX_TOP_LOGPROBS
-from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
+from mamba_eagle.server.apis.generate.body import TOP, GenerateBody, parse_generate
 from mamba_eagle.server.apis.openai.route import usage
 from mamba_eagle.server.apis.sse import sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
@@ -39,7 +38,6 @@ class TokensBody(Served):
 
 # vLLM's names, and this server's. What is not here has one name for both.
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
 
 
 def parse_tokens(values: dict[str, Any], state: ServerState) -> Job[GenerateBody]:
