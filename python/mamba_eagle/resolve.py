@@ -53,9 +53,9 @@ def resolve(config: Config) -> Config:
     if drafts_on_cpu and algorithm == "EAGLE" and drafts_from_few_bits(config):
         bits = "int4" if multiplies_four_bits_faster() else "int8"
         values["speculative_draft_model_quantization"] = bits
-    if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
+    if isinstance(config, ServerConfig) and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
-        values["served_model_name"] = config.model_path
+        values["served_model_name"] = config.model_path or EMBEDDED_MODEL.name
     config = dataclasses.replace(config, **values)
     problems += config.problems() + head_problems(config)
     if problems:

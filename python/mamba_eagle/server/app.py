@@ -229,36 +229,35 @@ def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
     return {name: getattr(events, name) for name in names} | {"block_size": BLOCK}
 
 
-def _model_card(state: ServerState) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    """Of the model or an adapter, for OpenAI's clients and Anthropic's; ``parent`` is vLLM's."""
+    begin = datetime.fromtimestamp(state.started, timezone.utc)
+    adapter = state.adapters.get(name)
     return {
-        "id": state.model_name,
+        "id": name,
+        "display_name": name,
         "object": "model",
+        "type": "model",
         "created": int(state.started),
+        "created_at": begin.isoformat(timespec="seconds"),
         "owned_by": "mamba-eagle",
-        "root": state.config.model_path,
+        "root": adapter or state.config.model_path,
+        **({"parent": state.model_name} if adapter else {}),
         "max_model_len": state.context_length,
     }
-
-
-def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
-    """As vLLM's."""
-    own = {"id": name, "root": state.adapters[name], "parent": state.model_name}
-    return {**_model_card(state), **own}
 
 
 @get("/v1/models")
 async def models(state: State) -> Response:
     """The model and its loaded adapters."""
-    cards = [_model_card(state), *(_adapter_card(state, name) for name in state.adapters)]
+    cards = [_card(state, name) for name in (state.model_name, *state.adapters)]
     return json_response({"object": "list", "data": cards})
 
 
 @get("/v1/models/{name:path}")
 async def model(state: State, name: str) -> Response:
-    if name in state.adapters:
-        return json_response(_adapter_card(state, name))
     state.check_model(name)
-    return json_response(_model_card(state))
+    return json_response(_card(state, name if name in state.adapters else state.model_name))
 
 
 async def _load(state: ServerState) -> dict[str, Any]:

@@ -288,6 +288,7 @@ def test_names_come_from_the_local_cache_and_are_refused_clearly(
     config = resolve(ServerConfig(model_path="someone/tiny", speculative_algorithm="NONE"))
     assert config.model_path == config.tokenizer_path == str(snapshot)
     assert config.served_model_name == "someone/tiny"
+    assert resolve(ServerConfig()).served_model_name == "mamba2-math-6m"
     with pytest.raises(NotFound, match="huggingface.co did not give someone/tiny, revision v2"):
         checkpoint_folder("someone/tiny", "v2")
     with pytest.raises(ConfigError, match="--model-path someone/else: no such folder, not in the"):

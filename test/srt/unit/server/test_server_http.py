@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -405,6 +406,8 @@ def test_information_routes() -> None:
             assert (
                 models[0]["id"] == "eagle" and (await get("/v1/models/eagle")).json() == models[0]
             )
+            begin = datetime.fromisoformat(models[0]["created_at"])  # for Anthropic's client
+            assert begin.timestamp() == models[0]["created"] and models[0]["type"] == "model"
             other = await get("/v1/models/some/other")
             assert other.status_code == 404 and '"some/other"' in other.json()["error"]["message"]
             assert (await get("/get_load")).json()[0]["num_reqs"] == 0
