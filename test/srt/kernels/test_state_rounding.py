@@ -107,3 +107,12 @@ def test_what_the_dtype_holds_stays(dtype: torch.dtype) -> None:
     states = drawn_states().nan_to_num(posinf=1.0).clamp(-6e4, 6e4).to(dtype)
     tokens = token_keys(torch.tensor(SEEDS), torch.tensor(POSITIONS))
     assert torch.equal(round_states(states.float(), tokens, LAYER, dtype), states)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch's form alone")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_no_states_there_are_none(dtype: torch.dtype) -> None:
+    """A step all of whose requests had ended accepts nothing, so it writes no state."""
+    none = torch.empty(0, 3, 4, 8)
+    tokens = token_keys(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    assert round_states(none, tokens, LAYER, dtype).shape == none.shape

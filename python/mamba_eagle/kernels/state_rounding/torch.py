@@ -37,7 +37,7 @@ def round_states(states: Tensor, tokens: Tensor, layer: int, dtype: torch.dtype)
         tokens: [n] int64, from ``token_keys``; dtype: float16 or bfloat16.
     Returns: [n, …] of ``dtype``. float16 ends at ±65504; infinities become that. NaN stays NaN.
     """
-    flat = states.float().reshape(len(states), -1).contiguous()
+    flat = states.float().flatten(1).contiguous()
     bits = random_bits(state_keys(tokens, layer), flat.shape[1]).int()
     if dtype == torch.bfloat16:
         rounded = (flat.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32)
