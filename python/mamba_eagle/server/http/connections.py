@@ -266,6 +266,8 @@ class Connection(BoundedHeads):
         self._header_timer = self.loop.call_later(seconds, self._give_up_on_headers)
 
     def _give_up_on_headers(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # they came while the process stood still: their task has not begun
         if self._is_spare:  # the client may be slow because it has opened thousands
             self.transport.write(_plain_refusal())
         self.transport.close()

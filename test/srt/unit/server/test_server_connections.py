@@ -100,6 +100,23 @@ def test_tls_serves_who_shakes_hands(certificate: str) -> None:
     asyncio.run(test())
 
 
+def test_a_head_that_came_while_the_process_stood_still_is_served() -> None:
+    """Then the loop reads it, and the timer is due before the request's task has begun."""
+
+    async def test() -> None:
+        async with serving() as server:
+            reader, writer = await asyncio.open_connection(*server.listener.getsockname())
+            open_ones = server.server_state.connections
+            await asyncio.wait_for(until(lambda: bool(open_ones)), WAIT_SECONDS)
+            (connection,) = open_ones
+            connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            connection._give_up_on_headers()
+            assert (await asyncio.wait_for(reader.read(), WAIT_SECONDS)).endswith(BODY)
+            writer.close()
+
+    asyncio.run(test())
+
+
 def test_keys_that_cannot_be_used_are_named(certificate: str) -> None:
     for settings, problem in (
         ({"ssl_certfile": "/no/file"}, "--ssl-certfile /no/file: No such file"),
