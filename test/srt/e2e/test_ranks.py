@@ -115,6 +115,13 @@ def test_several_ranks_answer_as_one(server: RunningServer, expected: Expected) 
     assert (info["tp_size"], info["pp_size"]) == (2, 2)
 
 
+def wait_for_both(server: RunningServer) -> None:
+    """Until two requests are open: one that comes after a death is refused."""
+    url = f"{server.base_url}/get_load"
+    while httpx.get(url, timeout=PATIENCE).json()[0]["num_reqs"] < 2:
+        pass
+
+
 def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     """The last test of this server: an open request gets an error, and no process is left."""
     pids = server.pids()
@@ -124,8 +131,7 @@ def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
         with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
-                while httpx.get(f"{server.base_url}/get_load").json()[0]["num_reqs"] < 2:
-                    pass  # one that comes later is refused
+                wait_for_both(server)
                 os.kill(pids["runner1"], signal.SIGKILL)
                 break
         reply = open_request.result(PATIENCE)
@@ -172,8 +178,7 @@ def test_a_lost_node_ends_the_server(nodes: RunningServer) -> None:
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
         with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
-                while httpx.get(f"{server.base_url}/get_load").json()[0]["num_reqs"] < 2:
-                    pass  # one that comes later is refused
+                wait_for_both(nodes)
                 os.kill(far["actor"], signal.SIGKILL)
                 break
         reply = open_request.result(PATIENCE)
