@@ -100,7 +100,8 @@ class Questions:
     async def __call__(self, question: Question[A], seconds: float) -> A:
         """The answer.
 
-        Raises: EngineDead; TimeoutError if it does not come in time.
+        Raises: EngineDead; TimeoutError if it does not come in time. Of a pause in which the whole
+        machine stood still a second counts, as the engine has not been silent in it.
         """
         if self._dead is not None:
             raise EngineDead(self._dead)
@@ -109,7 +110,12 @@ class Questions:
         self._waiting[number] = asked
         try:
             self._sender.send(question)  # type: ignore[arg-type]  # all kinds are ToScheduler's
-            return await asyncio.wait_for(asked, seconds)
+            while seconds > 0 and not asked.done():
+                await asyncio.wait([asked], timeout=min(seconds, 1.0))
+                seconds -= 1.0
+            if not asked.done():
+                raise asyncio.TimeoutError
+            return asked.result()
         finally:
             del self._waiting[number]
             self._replies.pop(number, None)

@@ -439,6 +439,22 @@ def test_flush_waits_for_idle_as_long_as_told() -> None:
     run(test())
 
 
+def test_an_engine_that_stood_still_with_the_server_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with serving(silent) as server:
+            loop = asyncio.get_running_loop()
+            asking = asyncio.ensure_future(server.client.get("/server_info"))
+            while not server.manager.ask._waiting:
+                await asyncio.sleep(0)
+            clock = loop.time
+            monkeypatch.setattr(loop, "time", lambda: clock() + 60)
+            assert (await asking).status_code == 200
+
+    run(test())
+
+
 def test_tokenize_and_detokenize() -> None:
     async def test() -> None:
         async with serving(silent) as server:
