@@ -93,7 +93,8 @@ async def serving(
     engine: type[FakeEngine] = FakeEngine,
     **settings: Any,
 ) -> AsyncIterator[Harness]:
-    config = ServerConfig(model_path="tiny", **settings)
+    # No comments in streams, unless a test wants them: the machine may stand still.
+    config = ServerConfig(model_path="tiny", **{"sse_keep_alive": 0.0, **settings})
     socket_dir = make_socket_dir()
     context = zmq.Context()
     log = RequestLog(config.log_prompts) if config.log_requests else None

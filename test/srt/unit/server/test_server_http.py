@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import length_of
-from server_harness import listening, run, says, serving, silent
+from server_harness import PATIENCE, listening, run, says, serving, silent
 from tiny_tokenizer import EOS, spell
 
 from mamba_eagle.core import Failure, FinishReason
@@ -429,7 +429,8 @@ def test_flush_waits_for_idle_as_long_as_told() -> None:
             while server.manager.num_live < 1:
                 await asyncio.sleep(0.005)
             assert (await server.client.post("/flush_cache")).status_code == 400
-            waiting = asyncio.ensure_future(server.client.post("/flush_cache?timeout=10"))
+            path = f"/flush_cache?timeout={PATIENCE:g}"
+            waiting = asyncio.ensure_future(server.client.post(path))
             await asyncio.sleep(0.1)
             await server.post("/abort_request", rid="a")
             assert (await waiting).status_code == 200

@@ -7,7 +7,7 @@ import logging
 
 import httpx
 import pytest
-from server_harness import Harness, run, says, serving, silent
+from server_harness import PATIENCE, Harness, run, says, serving, silent
 
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.lifetime import Gate, Lifetime
@@ -96,7 +96,7 @@ def test_a_drain_waits_for_open_requests_and_no_longer_than_it_may() -> None:
             while not lifetime.open_requests:
                 await asyncio.sleep(0.005)
             assert await lifetime.drain(0.05) == 1
-            draining = asyncio.ensure_future(lifetime.drain(20))
+            draining = asyncio.ensure_future(lifetime.drain(PATIENCE))
             await asyncio.sleep(0.02)
             assert not draining.done()
             await client.post("/abort_request", json={"rid": "one"})
