@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
@@ -76,8 +77,10 @@ class _EngineLoop:
         except BaseException:
             self._thread.join(JOIN_SECONDS)
             raise
-        # Before Python waits for the thread, which would be for ever.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+        # Before Python waits for the thread, which would be for ever. Weakly: what is registered
+        # stays, and with it would stay the model of a closed engine.
+        close = weakref.WeakMethod(self.close)
+        threading._register_atexit(lambda: (close() or int)())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Ends the processes; requests that are under way fail. May be called again."""

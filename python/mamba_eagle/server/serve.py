@@ -4,6 +4,7 @@ port bound ─▶ scheduler, runner started ─▶ Ready ─▶ listening ─▶
 """
 
 import asyncio
+import gc
 import importlib
 import logging
 import signal
@@ -185,6 +186,10 @@ class HttpLaunch(Launch):
     # ── serve ────────────────────────────────────────────────────────────────────────────────
 
     async def serve(self, state: ServerState) -> None:
+        # A full collection stops all threads, and what was loaded so far is never garbage here.
+        # It may be where an Engine is a library's.
+        gc.collect()
+        gc.freeze()
         app = Gate(make_app(state), self.lifetime)
         server = HttpServer(app, self.http_socket, self._limits(), tls_context(self.config))
         try:

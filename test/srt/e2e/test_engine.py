@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,30 +150,24 @@ def test_one_process_gives_the_texts_of_three(engine: Engine) -> None:
         one.generate("x")
 
 
-def test_a_request_after_the_last_turn_of_the_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came between the end of the engine and that of its thread, and waited for ever."""
-    with Engine(device="cpu", in_process=True, speculative_algorithm="NONE") as engine:
-        loop, errors = engine._launch.loop, []
+@pytest.mark.parametrize("in_process", [False, True], ids=["processes", "threads"])
+def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> None:
+    """Its model lay in the caller's process for ever, and with it all that the caller had made."""
 
-        def late() -> None:
-            with pytest.raises(EngineError, match="closed") as error:
-                engine.generate("1")
-            errors.append(error.value.status)
+    def ask() -> weakref.ref[Any]:
+        with Engine(device="cpu", in_process=in_process) as engine:
+            engine.generate("2 + 3 =", GREEDY)
+            return weakref.ref(engine.tokenizer)
 
-        caller, asked, close = threading.Thread(target=late), threading.Event(), loop.close
-        wake = loop.call_soon_threadsafe
-
-        def close_with_a_request() -> None:
-            monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: (wake(*a), asked.set()))
-            caller.start()
-            assert asked.wait(10)
-            close()
-
-        monkeypatch.setattr(loop, "close", close_with_a_request)
-    caller.join(10)
-    assert errors == [503]
-    with pytest.raises(EngineError, match="closed"):
-        engine.generate("1")
+    ask()  # imports open files, too
+    frozen, files = gc.get_freeze_count(), psutil.Process().num_fds()
+    tokenizer, deadline = ask(), time.monotonic() + 60
+    gc.collect()
+    assert tokenizer() is None
+    assert gc.get_freeze_count() == frozen
+    while psutil.Process().num_fds() > files:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_one_process_says_why_it_cannot_start(tmp_path: Path) -> None:

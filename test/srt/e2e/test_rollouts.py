@@ -218,7 +218,6 @@ def test_an_engine_is_paused_by_its_methods(engine: Engine) -> None:
 
 
 def tensor_bytes() -> int:
-    gc.unfreeze()  # another engine that has started in this process hides them
     gc.collect()
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

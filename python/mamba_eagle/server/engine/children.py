@@ -64,11 +64,12 @@ class Child:
         assert self.process.stderr is not None
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         unfinished = ""
-        while chunk := os.read(self.process.stderr.fileno(), 65536):
-            text = decoder.decode(chunk)
-            *lines, unfinished = re.split(r"[\r\n]", unfinished + text)
-            logs.pass_on(self.role, text, lines)
-            self._remember(lines)
+        with self.process.stderr as pipe:
+            while chunk := os.read(pipe.fileno(), 65536):
+                text = decoder.decode(chunk)
+                *lines, unfinished = re.split(r"[\r\n]", unfinished + text)
+                logs.pass_on(self.role, text, lines)
+                self._remember(lines)
         logs.pass_on(self.role, "", [unfinished])
         self._remember([unfinished])
 

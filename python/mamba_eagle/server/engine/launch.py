@@ -7,7 +7,6 @@ determines the exit code and the last line.
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import logging
 import os
@@ -65,9 +64,6 @@ def share_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # One body is not to take the model's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A full collection stops all threads, and what was loaded so far is never garbage.
-    gc.collect()
-    gc.freeze()
 
 
 def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
