@@ -120,6 +120,9 @@ class _EngineLoop:
             self._ready.set_exception(EngineError(ending.message, 500))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if not (self._thread.is_alive() or self._launch.loop.is_closed()):
+            work.close()
+            raise EngineError("the engine stayed in the process that forked this one", 503)
         try:
             with self._lock:
                 future = asyncio.run_coroutine_threadsafe(work, self._launch.loop)

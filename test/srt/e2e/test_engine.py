@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import select
+import signal
 import threading
 import time
 import weakref
@@ -168,6 +171,25 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
     while psutil.Process().num_fds() > files:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_fork_is_told_that_the_engine_is_not_its_own(engine: Engine) -> None:
+    """It waited for ever for a thread that it does not have."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            engine.generate("2 + 3 =", GREEDY)
+        except EngineError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], 60)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert ready and b"the process that forked this one" in os.read(reading, 1000)
+    os.close(reading)
+    assert engine.generate("2 + 3 =", GREEDY)["text"]
 
 
 def test_one_process_says_why_it_cannot_start(tmp_path: Path) -> None:
