@@ -282,12 +282,13 @@ class Engine(_EngineLoop):
         logprobs = [reply["meta_info"]["input_token_logprobs"] for reply in replies]
         return [sum(value for value, *_ in values) for values in logprobs]
 
-    def embed(self, texts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
+    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
         """The vectors that POST /v1/embeddings replies, one for each text or list of token ids.
 
         Raises: EngineError
         """
-        reply = self._wait(_reply(self._app, EMBEDDINGS, {"input": list(texts)}))
+        body = {"input": texts if isinstance(texts, str) else list(texts)}
+        reply = self._wait(_reply(self._app, EMBEDDINGS, body))
         return [one["embedding"] for one in reply["data"]]
 
     # ── for trainers: docs/rollouts.md ───────────────────────────────────────────────────────

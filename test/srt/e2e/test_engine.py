@@ -192,6 +192,36 @@ def test_a_fork_is_told_that_the_engine_is_not_its_own(engine: Engine) -> None:
     assert engine.generate("2 + 3 =", GREEDY)["text"]
 
 
+def test_a_text_has_one_vector(engine: Engine) -> None:
+    assert engine.embed("abc") == engine.embed(["abc"])
+
+
+def test_a_request_after_the_last_turn_of_the_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came between the end of the engine and that of its thread, and waited for ever."""
+    with Engine(device="cpu", in_process=True, speculative_algorithm="NONE") as engine:
+        loop, errors = engine._launch.loop, []
+
+        def late() -> None:
+            with pytest.raises(EngineError, match="closed") as error:
+                engine.generate("1")
+            errors.append(error.value.status)
+
+        caller, asked, close = threading.Thread(target=late), threading.Event(), loop.close
+        wake = loop.call_soon_threadsafe
+
+        def close_with_a_request() -> None:
+            monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: (wake(*a), asked.set()))
+            caller.start()
+            assert asked.wait(10)
+            close()
+
+        monkeypatch.setattr(loop, "close", close_with_a_request)
+    caller.join(10)
+    assert errors == [503]
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate("1")
+
+
 def test_one_process_says_why_it_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in_process: --tp-size 2 and --pp-size 1 need 2 proc"):
         Engine(in_process=True, tp_size=2)
