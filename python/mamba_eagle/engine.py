@@ -66,26 +66,27 @@ class _EngineLoop:
         """Returns when the model is ready. config: resolved."""
         self.config, self._last_words = config, ""
         self._kind = kind
+        self._begun: Future[_EngineLaunch] = Future()
         self._ready: Future[_EngineLaunch] = Future()
         self._under_way: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._lock = threading.Lock()  # no request comes between the loop's end and the last look
         # Not a daemon: the kernel ends the processes with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
-        self._thread.start()
-        try:
-            self._launch = self._ready.result()
-        except BaseException:
-            self._thread.join(JOIN_SECONDS)
-            raise
         # Before Python waits for the thread, which would be for ever. Weakly: what is registered
         # stays, and with it would stay the model of a closed engine.
         close = weakref.WeakMethod(self.close)
         threading._register_atexit(lambda: (close() or int)())  # type: ignore[attr-defined]
+        self._thread.start()
+        try:
+            self._launch = self._ready.result()
+        except BaseException:  # Ctrl-C, too
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the processes; requests that are under way fail. May be called again."""
         if self._thread.is_alive():
-            self._launch.loop.call_soon_threadsafe(self._launch.end, Ending(0, ""))
+            self._begun.add_done_callback(lambda begun: begun.result().stop())
             self._thread.join(JOIN_SECONDS)
 
     @property
@@ -107,7 +108,8 @@ class _EngineLoop:
         try:
             socket_dir = new_socket_dir()
             try:
-                ending = asyncio.run(self._kind(self.config, socket_dir, self._ready).run())
+                launch = self._kind(self.config, socket_dir, self._begun, self._ready)
+                ending = asyncio.run(launch.run())
             finally:
                 remove_socket_dir(socket_dir)
         except BaseException as error:
@@ -330,15 +332,31 @@ class Engine(_EngineLoop):
 class _EngineLaunch(Launch):
     """Serves the holders of the application."""
 
-    def __init__(self, config: ServerConfig, socket_dir: str, ready: Future[_EngineLaunch]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        socket_dir: str,
+        begun: Future[_EngineLaunch],
+        ready: Future[_EngineLaunch],
+    ) -> None:
+        """begun: done when ``stop`` may be called."""
         super().__init__(config, socket_dir)
-        self.ready = ready
+        self.begun, self.ready = begun, ready
         self.app: ASGIApp
         self.loop: asyncio.AbstractEventLoop
 
+    async def run(self) -> Ending:
+        self.loop = asyncio.get_running_loop()
+        self.loop.call_soon(self.begun.set_result, self)  # when there is an ending to set
+        return await super().run()
+
+    def stop(self) -> None:
+        """Called in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.end, Ending(0, ""))
+
     async def serve(self, state: ServerState) -> None:
         self.app = make_app(state)
-        self.loop = asyncio.get_running_loop()
         watching = self.loop.create_task(self.watch())
         self.ready.set_result(self)
         await self.ending

@@ -23,6 +23,7 @@ from running_server import RunningServer
 
 from mamba_eagle import Engine, EngineError, run_batch
 from mamba_eagle.config import ConfigError
+from mamba_eagle.engine import _EngineLaunch
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0}
 
@@ -171,6 +172,21 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
     while psutil.Process().num_fds() > files:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_ctrl_c_while_it_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on starting, and Python waited for its thread for ever."""
+    threads, start = set(threading.enumerate()), _EngineLaunch.start_engine
+
+    def interrupted(launch: _EngineLaunch) -> None:
+        start(launch)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(_EngineLaunch, "start_engine", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(device="cpu")
+    left = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert "mamba-eagle engine" not in left
 
 
 def test_a_fork_is_told_that_the_engine_is_not_its_own(engine: Engine) -> None:
