@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,10 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
     if world.is_first:
         record.write(command, results(trainer, acceptance))
         trainer.state_path.unlink()
-    world.log(
-        f"serve it: mamba-eagle serve --model-path {settings.target} --speculative-algorithm "
-        f"{settings.algorithm.upper()} --speculative-draft-model-path {settings.output}"
-    )
+    serve = ["mamba-eagle", "serve", "--model-path", settings.target]
+    serve += ["--speculative-algorithm", settings.algorithm.upper()]
+    serve += ["--speculative-draft-model-path", settings.output]
+    world.log(f"serve it: {shlex.join(serve)}")
     return True
 
 

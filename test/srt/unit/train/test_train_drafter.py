@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def test_steps_lower_the_loss_and_raise_acceptance(
     assert after["by_depth"][0] > before["by_depth"][0] + gain
     assert after["length"] > before["length"] + gain
     assert after["by_depth"] == sorted(after["by_depth"], reverse=True)
+
+
+def test_the_command_that_serves_it_can_be_pasted(
+    tmp_path: Path, rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig.train(tmp_path / "a head", "eagle", "--steps", "1")
+    command = capsys.readouterr().out.partition("serve it: ")[2]
+    assert shlex.split(command)[-1] == str(tmp_path / "a head")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
