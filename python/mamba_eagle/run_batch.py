@@ -7,6 +7,7 @@ run which was ended goes on where it was. A line that is wrong gets an error of 
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import Container, Sequence
 from operator import itemgetter
@@ -34,7 +35,7 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if every line was answered, 1 if some got errors, now or before, 2 if nothing
-    could run."""
+    could run or be written, 130 after Ctrl-C."""
     arguments = make_parser().parse_args(argv)
     config: ServerConfig = from_arguments(ServerConfig, arguments)
     try:
@@ -46,8 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             with Engine(**settings) as engine:
                 failed = asyncio.run(run(engine, lines, done, output))
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{error.filename or arguments.output}: {error.strerror}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ConfigError, EngineError) as error:
         print(error, file=sys.stderr)
         return 2

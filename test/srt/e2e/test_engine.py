@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gc
 import json
 import os
@@ -14,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -112,6 +115,29 @@ def test_a_run_that_goes_on_counts_the_errors_of_the_one_before(
 
 def _as_call(body: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": body["text"], "sampling_params": body["sampling_params"]}
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "out.jsonl: No space left"),
+        (KeyboardInterrupt(), 130, "interrupted; run the same command again"),
+    ],
+    ids=["full disk", "Ctrl-C"],
+)
+def test_a_run_says_what_ended_it(
+    ends: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (source := tmp_path / "in.jsonl").write_text("")
+    monkeypatch.setattr(run_batch, "Engine", lambda **settings: contextlib.nullcontext())
+    monkeypatch.setattr(run_batch, "run", Mock(side_effect=ends))
+    assert run_batch.main([str(source), str(tmp_path / "out.jsonl")]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_one_process_gives_the_texts_of_three(engine: Engine) -> None:
