@@ -26,7 +26,7 @@ from running_server import RunningServer
 
 from mamba_eagle import Engine, EngineError, run_batch
 from mamba_eagle.config import ConfigError
-from mamba_eagle.engine import _EngineLaunch
+from mamba_eagle.engine_loop import EngineLaunch
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0}
 
@@ -202,13 +202,13 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
 
 def test_ctrl_c_while_it_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It went on starting, and Python waited for its thread for ever."""
-    threads, start = set(threading.enumerate()), _EngineLaunch.start_engine
+    threads, start = set(threading.enumerate()), EngineLaunch.start_engine
 
-    def interrupted(launch: _EngineLaunch) -> None:
+    def interrupted(launch: EngineLaunch) -> None:
         start(launch)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(_EngineLaunch, "start_engine", interrupted)
+    monkeypatch.setattr(EngineLaunch, "start_engine", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Engine(device="cpu")
     left = {thread.name for thread in set(threading.enumerate()) - threads}
