@@ -15,7 +15,6 @@ from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
-from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.lora.peft import Pair, PeftFolder
@@ -30,15 +29,10 @@ OWNERS = (*MIXERS, GatedMLP, PackedGatedMLP, ReluSquaredMLP)
 def adaptable(model: nn.Module) -> dict[str, Linear]:
     """The matrices that take adapters, by the names of their weights: those of attention, of
     recurrent layers, of MLPs and of shared experts."""
-    inside = {
-        id(module.shared_experts)
-        for module in model.modules()
-        if isinstance(module, LatentMoE) and module.experts.fused and not module.has_latent
-    }  # a kernel multiplies these together with the routed ones
     return {
         f"{name}.{leaf}.weight": part
         for name, module in model.named_modules()
-        if isinstance(module, OWNERS) and id(module) not in inside
+        if isinstance(module, OWNERS)
         for leaf, part in module.named_children()
         if isinstance(part, Linear)
     }

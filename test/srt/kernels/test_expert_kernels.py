@@ -19,6 +19,7 @@ from mamba_eagle.kernels.experts import naive
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
 from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
+from mamba_eagle.layers.adapters import AdapterSize, reading
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mlp import gate_and_up
 from mamba_eagle.layers.moe import LatentMoE, SigmoidMoE
@@ -368,6 +369,32 @@ def test_a_layer_of_experts_gives_what_it_gives_in_torch(latent: int | None) -> 
         x = normal(tokens, SIZE, seed=8)
         wanted = exact(x.float().cpu())
         assert relative_error(layer(x), wanted.double()) < 2 * ERROR
+
+
+@runs_kernels
+@pytest.mark.parametrize("gated", [False, True], ids=["relu2", "gated"])
+@torch.no_grad()
+def test_shared_experts_of_rows_with_adapters_are_adapted(gated: bool) -> None:
+    """Other passes multiply them together with the routed ones."""
+    config = MoEConfig(EXPERTS, TOP_K, 72, 144)
+    layer = SigmoidMoE(config, SIZE) if gated else LatentMoE(config, SIZE, bias=False)
+    random_weights(layer.to(DEVICE, DTYPE), 5)
+    layer.gate.e_score_correction_bias.data = torch.zeros(EXPERTS, device=DEVICE)
+    merged, down, up = copy.deepcopy(layer), normal(3, 144, seed=1), normal(SIZE, 3, seed=2)
+    for each in (layer, merged):
+        prepare_for_inference(each, TritonOps())
+        assert each.experts.fused is not None and each.experts.fused.shared == 2
+    merged.shared_experts.down_proj.weight += up @ down
+    product = layer.shared_experts.down_proj
+    slots = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    sizes = [AdapterSize(1, 3, 144, SIZE, 0)]
+    product.additions = TritonOps().additions(sizes, DTYPE, DEVICE)
+    product.additions.parts[0].put(0, down, up)
+    x = normal(5, SIZE, seed=8)
+    with reading(slots):
+        found = layer(x)
+    assert relative_error(found, merged(x).double().cpu()) < 2 * ERROR
+    assert relative_error(layer(x), merged(x).double().cpu()) > 0.1, "the adapter matters"
 
 
 @pytest.mark.gpu

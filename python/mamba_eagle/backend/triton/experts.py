@@ -18,6 +18,7 @@ from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
+from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.ops import FusedRouter
 from mamba_eagle.layers.products import ExpertLayer, GroupedLinear
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, same_rounding
@@ -165,7 +166,9 @@ class FusedExperts(ExpertLayer):
         n = len(x)
         if routes.experts.dtype != torch.int32:
             routes = routes._replace(experts=routes.experts.int())
-        inside = self.shared if beside is not None and n <= self.max_shared else 0
+        # where rows have adapters, which these kernels would leave out, shared experts run apart
+        apart = beside is None or n > self.max_shared or slots_of_rows() is not None
+        inside = 0 if apart else self.shared
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside)
         if n > MAX_TILES and self.library:
