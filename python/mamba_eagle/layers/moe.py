@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
+from mamba_eagle.layers.adapters import reading
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -233,8 +234,14 @@ class Mixture(Layer):
         """With tokens in as many numbers as the experts' kernels differ by."""
         if self.experts.fused is not None:
             router = next(each for each in self.children() if isinstance(each, Router))
+            parts = [part for part in self.modules() if isinstance(part, Linear)]
+            adapted = any(part.additions is not None for part in parts)
             for tokens in self.experts.fused.sizes:
-                self.forward(router.weight.new_zeros(tokens, router.weight.shape[1]))
+                hidden = router.weight.new_zeros(tokens, router.weight.shape[1])
+                self.forward(hidden)
+                if adapted:
+                    with reading(torch.full((tokens,), -1, device=device)):
+                        self.forward(hidden)
 
 
 class LatentMoE(Mixture):

@@ -34,7 +34,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.backend.triton import attention, exact_products
+from mamba_eagle.backend.triton import attention, exact_products, experts
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.builds import (
     Build,
@@ -44,6 +44,7 @@ from mamba_eagle.backend.triton.builds import (
     dry_run,
 )
 from mamba_eagle.backend.triton.exact_backend import ExactBackend
+from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
@@ -52,8 +53,12 @@ from mamba_eagle.kernels.recurrence import gluon_prompts as recurrence_prompts
 from mamba_eagle.kernels.recurrence import gluon_verify as recurrence
 from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.layers.adapters import AdapterSize, reading
+from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.block_attention import block_mask
+from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import MoEConfig
 from mamba_eagle.runner import loading
 from mamba_eagle.runner.compilations import Compilations
 from mamba_eagle.tree.shapes import step_shapes
@@ -252,6 +257,32 @@ def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
             load.step(number)
         assert names(set(run.builds) - known) == []
         assert engine.runner.steps.num_graphs == graphs and engine.runner.num_compiled == 0
+
+
+def test_rows_with_adapters_ask_for_no_other_kernels_of_experts(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shared experts run apart, for any number of tokens."""
+    monkeypatch.setattr(experts, "capability", lambda device: (9, 0))
+    cpu, ops, size = torch.device("cpu"), TritonOps(), 64
+    layer = LatentMoE(MoEConfig(8, 2, 32, 32), size, bias=False).bfloat16().requires_grad_(False)
+    prepare_for_inference(layer, ops)
+    assert layer.experts.fused is not None and layer.experts.fused.shared
+    down = layer.shared_experts.down_proj
+    down.additions = ops.additions([AdapterSize(1, 16, 32, size, 0)], torch.bfloat16, cpu)
+    with dry_run() as run:
+        for tokens in (1, *down.additions.sizes):
+            down.additions(
+                torch.zeros(tokens, size).bfloat16(),
+                torch.zeros(tokens, 32).bfloat16(),
+                torch.zeros(tokens, dtype=torch.int64),
+            )
+        layer.rehearse(cpu)
+        known = set(run.builds)
+        for tokens in (1, 2, 20, 40, 64, 65, 300):
+            with reading(torch.zeros(tokens, dtype=torch.int64)):
+                layer(torch.zeros(tokens, size).bfloat16())
+        assert names(set(run.builds) - known) == []
 
 
 OVERLOADS = """
