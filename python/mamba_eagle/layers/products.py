@@ -187,6 +187,11 @@ class WidenedProduct(MatrixProduct):
         return F.linear(x, self.weight, bias)
 
 
+# Of both factors where scales are applied to the sums: float16 could not hold these. No bit of
+# a float8 number is lost in it.
+SHRUNK = 2.0**-9
+
+
 class Float8Reference(MatrixProduct):
     """Float8 numbers multiplied in the model's dtype, on devices without float8 products.
 
@@ -205,16 +210,16 @@ class Float8Reference(MatrixProduct):
         self.rounding: Rounding = matrix.rounding
         self.dtype = dtype
         self.by_blocks = matrix.block is not None or self.rounding.group > 0
-        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float()
+        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float() * SHRUNK
         weight = numbers.to(dtype)
         self.product = pack(weight) or (lambda x, bias: F.linear(x, weight, bias))
-        self.scale = matrix.scale.mT  # [1, 1] or [1, out]
+        self.scale = matrix.scale.mT / SHRUNK**2  # [1, 1] or [1, out]
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         x = rounded(x, self.rounding) if isinstance(x, Tensor) else x
         if self.by_blocks:
             return self.product(widened(x).to(self.dtype), bias)
-        y = self.product(x.values.to(self.dtype), None).float() * (x.scale * self.scale)
+        y = self.product(x.values.to(self.dtype) * SHRUNK, None).float() * (x.scale * self.scale)
         return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
@@ -226,14 +231,14 @@ class Float8Experts:
         assert matrix.rounding is not None
         self.rounding, self.dtype, self.grouped = matrix.rounding, dtype, grouped
         self.by_blocks = matrix.block is not None or self.rounding.group > 0
-        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float()
+        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float() * SHRUNK
         self.weight = numbers.to(dtype)
-        self.scale = matrix.scale[..., 0]  # [E, 1] or [E, out]
+        self.scale = matrix.scale[..., 0] / SHRUNK**2  # [E, 1] or [E, out]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         given = rounded(x, self.rounding)
         if self.by_blocks:
             return self.grouped(widened(given).to(self.dtype), self.weight, ends)
-        y = self.grouped(given.values.to(self.dtype), self.weight, ends).float()
+        y = self.grouped(given.values.to(self.dtype) * SHRUNK, self.weight, ends).float()
         expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
         return (y * (given.scale * self.scale[expert])).to(self.dtype)

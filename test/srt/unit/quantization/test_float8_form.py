@@ -8,6 +8,7 @@ import torch
 from tiny_model import write_model
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import MatrixLayer
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized
 from mamba_eagle.resolve import resolve
@@ -26,6 +27,20 @@ def test_each_block_has_a_scale_of_its_own(shape: tuple[int, ...]) -> None:
     assert found.scale[..., 0].min() > 100 * found.scale[..., 1].max()
     for part in (found.dequantize()[..., 64:] / weight[..., 64:], found.dequantize() / weight):
         assert ((part - 1).abs().quantile(0.9)) < 1 / 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sums_of_float8_numbers_fit_into_the_models_dtype(dtype: torch.dtype) -> None:
+    """They are scaled afterwards, and float16 ends at 65504."""
+    x, ends = torch.full((2, 1024), 0.5, dtype=dtype), torch.tensor([1, 2])
+    weight = torch.full((2, 8, 1024), 0.25)
+    wanted = torch.full((2, 8), 128.0, dtype=dtype)
+    ops = LayerOps()
+    product = ops.pack_matrix(quantized(weight[0]), dtype)
+    experts = ops.pack_experts(quantized(weight), dtype)
+    assert experts is not None
+    torch.testing.assert_close(product(x, None), wanted)
+    torch.testing.assert_close(experts(x, ends), wanted)
 
 
 def test_dummy_weights_have_the_checkpoints_blocks(tmp_path: Path) -> None:
