@@ -11,13 +11,14 @@ time are batched.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
 
 from mamba_eagle.chat.format import chat_problems
-from mamba_eagle.config import ConfigError, ServerConfig
+from mamba_eagle.config import ConfigError, ServerConfig, unreadable
 from mamba_eagle.engine_loop import EngineError, EngineLaunch, EngineLoop, ThreadLaunch
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.http.asgi_client import Call
@@ -39,7 +40,9 @@ class Answer(NamedTuple):
 class Engine(EngineLoop):
     """A model that generates. Close it, or use it as a context manager."""
 
-    def __init__(self, model_path: str = "", *, in_process: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, model_path: str | PurePath = "", *, in_process: bool = False, **settings: Any
+    ) -> None:
         """Loads the model; returns when it is ready.
 
         Args:
@@ -47,16 +50,19 @@ class Engine(EngineLoop):
             in_process: no other processes are started, for debuggers, notebooks and places that
                 allow none. The texts are the same; tokens take longer, since the model's Python
                 code and the caller's share one interpreter.
-            settings: a server's, by their flags' names with underscores.
+            settings: a server's, by their flags' names with underscores; paths may be Path objects.
 
         Raises: ConfigError (a ValueError) with every setting that cannot work; EngineError if the
             model cannot be loaded.
         """
-        known = {"log_level": "warning", **settings}
+        known = {"log_level": "warning", "model_path": model_path, **settings}
+        paths = {name: str(one) for name, one in known.items() if isinstance(one, PurePath)}
         try:
-            config = ServerConfig(model_path=model_path, **known)
+            config = ServerConfig(**{**known, **paths})
         except TypeError as error:
             raise ConfigError([str(error).replace("ServerConfig.__init__()", "Engine")]) from None
+        if problems := unreadable(config):
+            raise ConfigError(problems)
         problems = chat_problems(config)
         if config.nnodes > 1:
             problems.append("nnodes: is for a server; an Engine runs on one machine")

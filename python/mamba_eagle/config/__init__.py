@@ -10,6 +10,7 @@ from mamba_eagle.config.flags import (
     flag_of,
     from_arguments,
     setting,
+    unreadable,
 )
 from mamba_eagle.config.memory import MambaSettings, MemorySettings
 from mamba_eagle.config.model import (

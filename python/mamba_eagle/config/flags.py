@@ -73,6 +73,27 @@ class Settings:
         ]
 
 
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
+def unreadable(settings: Settings) -> list[str]:
+    """What no flag could have given, of settings made in Python: other types, and values beside the
+    choices, which would have no effect."""
+    wrong, hints = [], typing.get_type_hints(type(settings))
+    for spec in dataclasses.fields(settings):
+        value, kind = getattr(settings, spec.name), hints[spec.name]
+        if choices := spec.metadata["choices"]:
+            allowed, fits = "one of " + ", ".join(choices), value in choices
+        elif spec.metadata["repeats"] or value is None and not spec.default:
+            continue
+        else:
+            allowed = KINDS[int if kind == int | None else kind]
+            fits = isinstance(value, int | float if kind is float else kind)
+        if not fits:
+            wrong.append(f"{flag_of(spec.name)} {value!r}: must be {allowed}")
+    return wrong
+
+
 # ── the command line ──
 
 

@@ -318,5 +318,8 @@ def test_errors_are_those_of_the_server(engine: Engine) -> None:
         next(engine.stream("x", {"max_new_tokens": -1}))
     with pytest.raises(ConfigError, match="speculative_steps"):
         Engine(speculative_steps=3)
-    with pytest.raises(ConfigError, match="--model-path /no/such"):
-        Engine("/no/such/model")
+    with pytest.raises(ConfigError, match="--quantization 'fp4': must be one of auto, fp8"):
+        Engine(quantization="fp4")
+    for folder in ("/no/such/model", Path("/no/such/model")):
+        with pytest.raises(ConfigError, match="--model-path /no/such"):
+            Engine(folder)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from mamba_eagle import launch_server
-from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config import (
+    ConfigError,
+    ServerConfig,
+    add_arguments,
+    flag_of,
+    from_arguments,
+    unreadable,
+)
 from mamba_eagle.resolve import resolve
 
 AUTO = [spec.name for spec in dataclasses.fields(ServerConfig) if spec.default is None]
@@ -169,6 +176,32 @@ def test_all_problems_are_said_at_once() -> None:
         "EAGLE needs --speculative-draft-model-path",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("quantization", "fp4", "must be one of auto, fp8, nvfp4"),
+        ("dtype", None, "must be one of auto, float32"),
+        ("disable_radix_cache", "no", "must be True or False"),
+        ("max_total_tokens", "500", "must be a whole number"),
+        ("max_running_requests", 2.5, "must be a whole number"),
+        ("queue_timeout", "1", "must be a number"),
+        ("pp_layers", 3, "must be a text"),
+    ],
+)
+def test_settings_made_in_python_are_what_flags_could_have_given(
+    name: str, value: Any, said: str
+) -> None:
+    fits = {
+        "max_total_tokens": None,
+        "queue_timeout": 1,
+        "cache_dir": None,
+        "lora_modules": ["a=b"],
+    }
+    assert unreadable(ServerConfig(**fits)) == []
+    (found,) = unreadable(ServerConfig(**{**fits, name: value}))
+    assert found.startswith(f"{flag_of(name)} {value!r}: ") and said in found
 
 
 @pytest.mark.parametrize("module", ["config", "resolve", "server.serve", "scheduler.process"])
