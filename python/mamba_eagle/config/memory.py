@@ -170,8 +170,12 @@ class TierSettings(Settings):
         ):
             if not 0 <= value < 1e6:
                 wrong.append(f"{flag} {value:g}: must be 0 or more, and below 1000000")
-        if self.host_cache_gb and memory.disable_radix_cache:
-            wrong.append("--host-cache-gb needs the prefix cache: leave out --disable-radix-cache")
+        for flag, given in (
+            ("--host-cache-gb", self.host_cache_gb),
+            ("--cache-dir", self.cache_dir),
+        ):
+            if given and memory.disable_radix_cache:
+                wrong.append(f"{flag} needs the prefix cache: leave out --disable-radix-cache")
         if self.cache_dir and not self.host_cache_gb:
             wrong.append(
                 "--cache-dir: what is read from it passes through host memory: add --host-cache-gb"

@@ -139,7 +139,7 @@ def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str)
         return [
             f"{memory_table(plan, config, available)}\n"
             f"exceeds available memory by {gigabytes(excess)}: lower --max-running-requests, "
-            "--max-mamba-cache-size, --max-journals or --max-total-tokens, or use "
+            "--max-mamba-cache-size, --max-journals, --mamba-rows or --max-total-tokens, or use "
             "--mamba-ssm-dtype bfloat16"
         ]
     if plan.kv_slots < required:

@@ -58,8 +58,8 @@ def tier_copies(
         ("--disk-cache-gb", sizes.disk_units, unit),
     ):
         if units <= state and (flag == "--host-cache-gb" or config.cache_dir):
-            least = (state + 1) * size / 1e9
-            raise ConfigError([f"{flag}: one state takes {least:.3f} of it: give more, or 0"])
+            given = f"{flag}: one state takes {(state + 1) * size / 1e9:.3f} of it"
+            raise ConfigError([f"{given}: give more, or leave it out"])
     disk = None
     if config.cache_dir and ranks.number == 0:
         disk = DiskUnits(config.cache_dir, fingerprint(config, whole), sizes.disk_units, unit)

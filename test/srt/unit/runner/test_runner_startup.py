@@ -188,8 +188,13 @@ def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) ->
     config = TREE.config(tiny.model, tiny.head, max_mamba_cache_size=10**9)
     with pytest.raises(ConfigError) as refused:
         assemble(config)
-    for part in ("1000000000 states", "900 tokens", "5 requests", "GB: lower --max-runn"):
+    for part in ("1000000000 states", "900 tokens", "5 requests", "GB: lower --max-runn", "-rows"):
         assert part in str(refused.value)
+    tiers = {"host_cache_gb": 0.05, "cache_dir": str(tiny.model / "tier"), "disk_cache_gb": 0.0}
+    with pytest.raises(
+        ConfigError, match="--disk-cache-gb: one state .* give more, or leave it out"
+    ):
+        assemble(TREE.config(tiny.model, tiny.head, **tiers))
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "MM-"], ids=["attention-alone", "mamba-alone"])

@@ -291,3 +291,4 @@ def test_settings_that_cannot_work_are_named() -> None:
     assert "add --host-cache-gb" in problems(cache_dir="x")
     assert "--host-cache-gb -1" in problems(host_cache_gb=-1.0)
     assert "--disable-radix-cache" in problems(host_cache_gb=1.0, disable_radix_cache=True)
+    assert "--cache-dir needs" in problems(cache_dir="x", disable_radix_cache=True)
