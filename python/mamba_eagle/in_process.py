@@ -1,6 +1,7 @@
 """Scheduler and runner in threads of the caller's process, for an Engine without children: the
 loops of the two processes, with the same sockets between them."""
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class EngineThreads:
         self._ending.set()
         self._runner.join()
         self._context.destroy(linger=0)
+        gc.collect()  # model and pools, which refer to each other
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         def run() -> None:

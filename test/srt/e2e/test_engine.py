@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 from running_server import RunningServer
 
 from mamba_eagle import Engine, EngineError, run_batch
@@ -262,6 +263,20 @@ def test_a_request_after_the_last_turn_of_the_loop_fails(monkeypatch: pytest.Mon
     assert errors == [503]
     with pytest.raises(EngineError, match="closed"):
         engine.generate("1")
+
+
+def test_a_closed_engine_has_given_its_memory_back() -> None:
+    """Of one process, whose model and pools Python might keep until they are in somebody's way."""
+
+    def held() -> int:
+        return sum(one.nbytes for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+
+    gc.collect()
+    before = held()
+    engine = Engine(in_process=True, device="cpu", max_total_tokens=500)
+    assert held() > before + 10_000_000
+    engine.close()
+    assert held() <= before
 
 
 def test_one_process_says_why_it_cannot_start(tmp_path: Path) -> None:
