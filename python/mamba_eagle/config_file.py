@@ -23,6 +23,15 @@ from mamba_eagle.core import shown
 FLAG = "--config"
 
 
+class _AsWritten(yaml.SafeLoader):
+    """Reads texts and null: YAML's number 0123 is 83, and an API key may be one."""
+
+    yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0].endswith(":null")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """For --help; ``with_config_file`` reads it."""
     parser.add_argument(
@@ -46,10 +55,10 @@ def with_config_file(arguments: Sequence[str], config: type) -> list[str]:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _AsWritten)
     except OSError as error:
         raise ConfigError([f"{FLAG} {path}: {error.strerror or error}"]) from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError([f"{FLAG} {path}: is not YAML: {reason[:200]}"]) from None
     if values is None:
@@ -71,18 +80,20 @@ def _as_flags(values: dict[str, Any], path: str, config: type) -> list[str]:
             hint = f"; do you mean {close[0].replace('_', '-')}?" if close else ""
             problems.append(f"{FLAG} {path}: {shown(key)} is not a setting{hint}")
         elif kinds[name] is bool:
-            if not isinstance(value, bool):
+            wanted = yaml.SafeLoader.bool_values.get(str(value).lower())
+            if wanted is None:
                 problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be true or false")
-            elif value != settings[name].default:
-                flags.append(flag_of(name) if value else "--no-" + name.replace("_", "-"))
-        elif isinstance(value, list) and settings[name].metadata["repeats"]:
-            flags += [f"{flag_of(name)}={one}" for one in value]
+            elif wanted != settings[name].default:
+                flags.append(flag_of(name) if wanted else "--no-" + name.replace("_", "-"))
         elif value is None and settings[name].default is None:
             flags += [flag_of(name), "auto"]
-        elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be a text or a number")
         else:
-            flags.append(f"{flag_of(name)}={value}")
+            repeats = isinstance(value, list) and settings[name].metadata["repeats"]
+            texts = value if repeats else [value]
+            if all(isinstance(text, str) for text in texts):
+                flags += [f"{flag_of(name)}={text}" for text in texts]
+            else:
+                problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be a text or a number")
     if problems:
         raise ConfigError(problems)
     return flags

@@ -47,6 +47,17 @@ def test_settings_stand_for_flags_in_front(tmp_path: Path) -> None:
         assert with_config_file(given, ServerConfig) == ["--port=31000", *given]
 
 
+def test_texts_are_as_they_are_written(tmp_path: Path) -> None:
+    text = "api-key: [0123, 1_0]\nserved-model-name: 3.10\ncors-origins: off\nlog-requests: on"
+    assert flags(tmp_path, text)[:-2] == [
+        "--api-key=0123",
+        "--api-key=1_0",
+        "--served-model-name=3.10",
+        "--cors-origins=off",
+        "--log-requests",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
@@ -55,9 +66,11 @@ def test_settings_stand_for_flags_in_front(tmp_path: Path) -> None:
             ['"prot" is not a setting; do you mean port?', "max-total"],
         ),
         ("log-requests: maybe", ["log-requests", '"maybe"', "true or false"]),
-        ("port: [1, 2]", ["port", "[1, 2]", "text or a number"]),
+        ("port: [1, 2]", ["port", '["1", "2"]', "text or a number"]),
+        ("api-key: [one, null]", ["api-key", '["one", null]', "text or a number"]),
         ("port: [1", ["is not YAML"]),
         ("just text", ["port: 30000"]),
+        ("[" * 5000, ["is not YAML"]),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, problems: list[str]) -> None:
