@@ -183,11 +183,11 @@ def main(argv: list[str] | None = None) -> None:
             api_key=args.api_key,
             on_reply=Progress(task.questions).take,
         )
+        print("\n".join(outcome.score.lines()))  # also if the texts cannot be saved
         if args.save_texts:
             save_texts(args.save_texts, task.questions, outcome.replies)
     except (ServerError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print("\n".join(outcome.score.lines()))
 
 
 if __name__ == "__main__":

@@ -35,19 +35,24 @@ class Task(NamedTuple):
 def read_examples(path: str | Path) -> list[Example]:
     """Reads one JSON object per line, with ``question`` and ``answer``.
 
-    Raises: ValueError naming the first line without them.
+    Raises: ValueError naming the first line without them, or with others than texts.
     """
     examples = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            examples.append(Example(record["question"], record["answer"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: needs a JSON object with question and answer ({error!r})"
-            ) from None
+    with Path(path).open(encoding="utf-8") as file:  # its lines end where those of JSON do
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                example = Example(record["question"], record["answer"])
+                if not all(isinstance(text, str) for text in example):
+                    raise TypeError("both are texts")
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: needs a JSON object with question and answer "
+                    f"({error!r})"
+                ) from None
+            examples.append(example)
     return examples
 
 

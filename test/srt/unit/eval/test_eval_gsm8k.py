@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from mamba_eagle.bench import results
 from mamba_eagle.eval import few_shot_gsm8k, gsm8k
 
 
@@ -79,6 +80,16 @@ def test_bad_files_are_refused_with_the_reason(tmp_path) -> None:
     bad.write_text('{"question": "?", "answer": "1"}\n\n{"question": "?"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3"):
         gsm8k.read_examples(bad)
+    bad.write_text('{"question": "?", "answer": 1}')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 1: .*both are texts"):
+        gsm8k.read_examples(bad)
+
+
+def test_a_line_ends_where_one_of_json_ends(tmp_path) -> None:
+    example = gsm8k.Example("Two\u2028lines\x85?", "#### 2")
+    results.write(tmp_path / "lines.jsonl", [example._asdict()] * 2)
+    assert gsm8k.read_examples(tmp_path / "lines.jsonl") == [example] * 2
+    assert results.read(tmp_path / "lines.jsonl") == [example._asdict()] * 2
 
 
 @pytest.fixture
@@ -141,6 +152,25 @@ def test_output_lines_and_saved_texts(scripted_server, tmp_path, capsys) -> None
     records = [json.loads(line) for line in saved.read_text().splitlines()]
     assert [record["label"] for record in records] == list(range(2, 10))  # in question order
     assert [record["value"] for record in records] == [2, 3, 4, 6, 6, None, 8, 9]
+
+
+def test_the_score_is_printed_where_the_texts_cannot_be_saved(
+    scripted_server, tmp_path, capsys
+) -> None:
+    data = write_problems(tmp_path / "test.jsonl", 4)
+    with pytest.raises(SystemExit, match="Is a directory"):
+        few_shot_gsm8k.main(
+            f"--port {scripted_server.server_port} --num-shots 0 --data-path {data} "
+            f"--save-texts {tmp_path}".split()
+        )
+    assert capsys.readouterr().out.startswith("Accuracy: 1.000")
+
+
+def test_what_is_written_to_stays_a_link_or_a_device(tmp_path) -> None:
+    link = tmp_path / "stdout"
+    link.symlink_to(tmp_path / "file")
+    results.write(link, [{"a": 1}])
+    assert link.is_symlink() and results.read(tmp_path / "file") == [{"a": 1}]
 
 
 def test_without_speculation_no_acceptance_is_printed(scripted_server, tmp_path, capsys) -> None:
