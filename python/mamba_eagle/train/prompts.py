@@ -201,7 +201,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def parse_object(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(record, ensure_ascii=False).encode()  # no halves of surrogate pairs
+    except (ValueError, RecursionError) as error:
         raise LineError(f"is not valid JSON ({error}): {shown(line)}") from None
     if not isinstance(record, dict):
         raise LineError(f"must be a JSON object, it is {shown(record)}")

@@ -82,6 +82,9 @@ def test_a_prompt_template_of_ones_own(tokenizer: Path) -> None:
     ("line", "said"),
     [
         ('{"text": "a"', "line 2: is not valid JSON"),
+        ('{"text": "\\ud800"}', "line 2: is not valid JSON .*surrogates"),
+        ("[" * 10**6, "line 2: is not valid JSON .*recursion"),
+        ('{"text": ' + "9" * 5000 + "}", "line 2: is not valid JSON .*4300 digits"),
         ("[1]", "line 2: must be a JSON object"),
         ({"txt": "a"}, r'line 2: needs one of text, prompt, .*; has only \["txt"\]'),
         ({"text": ""}, "text must be a non-empty string"),
