@@ -27,6 +27,9 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is stopped. Returns the exit code."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # a closed standard stream's number would be a socket's, which libuv refuses
+    os.close(opened)
     parser = make_parser()
     try:
         arguments = with_config_file(sys.argv[1:] if argv is None else argv, ServerConfig)
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         show_torch()  # for a caller of this as a function
         return _report(error)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed before is None
         with contextlib.suppress(OSError):  # no one reads it any more
             stream.flush()
     # Everything is closed. Threads may still be importing, which must not delay the exit.

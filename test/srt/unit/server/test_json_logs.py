@@ -51,3 +51,12 @@ def test_a_server_goes_on_when_no_one_reads_what_it_says() -> None:
     assert ran.stdout is not None
     ran.stdout.close()
     assert ran.wait(100) == 7
+
+
+def test_no_socket_takes_the_number_of_a_closed_stream() -> None:
+    """libuv aborts when it closes such a socket."""
+    code = "import os; from mamba_eagle import launch_server as it; it.main(['--config', '/no']); "
+    code += "print([os.readlink(f'/proc/self/fd/{n}') for n in range(3)], file=open(9, 'w'))"
+    command = ["sh", "-c", 'exec 9>&1; exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said == f"{['/dev/null'] * 3}\n"
