@@ -56,9 +56,10 @@ def _beginning(value: Any, budget: list[int]) -> Any:
 
 
 # What JSON leaves as it is and a terminal acts on: controls of Latin-1, Unicode's own line ends,
-# and marks that turn the direction of text.
+# and marks that turn the direction of text; and halves of surrogate pairs, which UTF-8 has not.
 _CONTROLS = (*range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F))
-_ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *range(0x2066, 0x206A), 0xFEFF)}
+_MARKS = (*range(0x2066, 0x206A), *range(0xD800, 0xE000), 0xFEFF)
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_MARKS)}
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────

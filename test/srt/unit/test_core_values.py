@@ -44,7 +44,7 @@ def test_long_values_are_cut(value: Any) -> None:
 
 
 def test_no_control_character_is_shown_raw() -> None:
-    every = "".join(map(chr, [*range(32), *range(127, 160), 0x2028, 0x2029]))
+    every = "".join(map(chr, [*range(32), *range(127, 160), 0x2028, 0x2029, 0xD800, 0xDFFF]))
     for start in range(0, len(every), 16):
         text = shown(every[start : start + 16])
         assert text.isprintable() and "\n" not in text

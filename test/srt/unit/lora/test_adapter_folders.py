@@ -84,6 +84,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncated, "copy or download it again"),
     "no-tensors": (changed(dict.clear), "has no tensor"),
     "another-kind": (configured(peft_type="LOHA"), 'peft_type = "LOHA": must be LORA'),
+    "half-of-a-pair": (configured(peft_type="\ud800"), r'peft_type = "\ud800": must be LORA'),
     "dora": (configured(use_dora=True), "use_dora = true: DoRA"),
     "whole-modules": (configured(modules_to_save=["lm_head"]), "modules_to_save"),
     "routed-experts": (
