@@ -60,7 +60,7 @@ class PromptReader:
     def tokenizer(self) -> TextTokenizer:
         try:
             return TextTokenizer.load(self.folder)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the libraries raise any kind
             raise DataError(
                 f"{self.folder} has no tokenizer ({error}): add one, or give token_ids in each line"
             ) from None

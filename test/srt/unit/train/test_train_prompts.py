@@ -72,6 +72,12 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
         read(tmp_path, [{"text": "a"}])
 
 
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="has no tokenizer"):
+        read(tmp_path, [{"text": "a"}])
+
+
 def test_a_prompt_template_of_ones_own(tokenizer: Path) -> None:
     assert read(tokenizer, [QUESTION], template="{question} = ") == [
         Prompt(1, spell("1+1? = "), [])
