@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,6 +23,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MATRIX = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 OWN = r"(.*\.)?({})$"  # a module that a pattern means
+MATCH_SECONDS = 0.05  # of processor time, for one name: a pattern can be made to take for ever
 DTYPES = ("F32", "F16", "BF16")
 MAX_CONFIG_BYTES = 1 << 20
 # What changes more than W + scale · BA, with what to do instead.
@@ -69,9 +71,12 @@ class PeftConfig:
 
 
 def _own(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """A pattern is the end of a module's name, or a regular expression for it, as PEFT has it."""
+    """A pattern is the end of a module's name, or a regular expression for it, as PEFT has it.
+
+    Raises: TimeoutError
+    """
     for pattern, value in patterns.items():
-        if re.match(OWN.format(pattern), module):
+        if regex.match(OWN.format(pattern), module, timeout=MATCH_SECONDS):
             return value
     return otherwise
 
@@ -157,7 +162,11 @@ class PeftFolder:
         return found
 
     def _rank_problems(self, module: str, down: Stored, up: Stored) -> list[str]:
-        rank = self.config.rank_of(module)
+        try:
+            rank, _ = self.config.rank_of(module), self.config.scale(module)
+        except TimeoutError:
+            problem = f"a pattern of {CONFIG} takes too long to match: name modules"
+            raise AdapterError(f"{self.path}: {module}: {problem}") from None
         return [
             f"rank of {module}: {size} in {side} {list(stored.shape)}, {rank} by {CONFIG}"
             for side, stored, size in (("A", down, down.shape[0]), ("B", up, up.shape[1]))
@@ -199,6 +208,7 @@ def _is_pattern(value: Any) -> bool:
     if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
         return False
     try:
-        return all(re.compile(OWN.format(pattern)) for pattern in value)
-    except re.error:
+        forms = [OWN.format(pattern) for pattern in value]
+        return all(re.compile(form) and regex.compile(form) for form in forms)
+    except (re.error, regex.error):
         return False

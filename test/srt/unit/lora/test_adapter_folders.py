@@ -97,6 +97,11 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "too-large-alpha": (configured(lora_alpha=10**400), "lora_alpha = "),
     "pattern": (configured(rank_pattern={"(": 3}), "rank_pattern"),
     "pattern-with-flags": (configured(rank_pattern={"(?i)in_proj": 3}), "rank_pattern"),
+    "pattern-of-one-library": (configured(rank_pattern={r"\p{Foo}": 3}), "rank_pattern"),
+    "pattern-without-end": (
+        configured(alpha_pattern={r"(\w|\w|.)+\3\3\3\d": 3}),
+        f"{MIXER}: a pattern of adapter_config.json takes too long",
+    ),
     "another-rank": (configured(r=3), "4 in A"),
     "integers": (changed(lambda t: t.update({A: t[A].int()})), "dtype of"),
     "a-vector": (changed(lambda t: t.update({A: t[A][0]})), "is not that of a matrix"),
