@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from mamba_eagle.chat.format import chat_problems
-from mamba_eagle.config import ConfigError, ServerConfig, unreadable
+from mamba_eagle.config import ConfigError, ServerConfig, from_keywords
 from mamba_eagle.engine_loop import EngineError, EngineLaunch, EngineLoop, ThreadLaunch
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.http.asgi_client import Call
@@ -56,13 +56,7 @@ class Engine(EngineLoop):
             model cannot be loaded.
         """
         known = {"log_level": "warning", "model_path": model_path, **settings}
-        paths = {name: str(one) for name, one in known.items() if isinstance(one, PurePath)}
-        try:
-            config = ServerConfig(**{**known, **paths})
-        except TypeError as error:
-            raise ConfigError([str(error).replace("ServerConfig.__init__()", "Engine")]) from None
-        if problems := unreadable(config):
-            raise ConfigError(problems)
+        config = from_keywords(ServerConfig, "Engine", known)
         problems = chat_problems(config)
         if config.nnodes > 1:
             problems.append("nnodes: is for a server; an Engine runs on one machine")

@@ -11,12 +11,13 @@ sample. What holds of a server's bits holds of these (docs/rollouts.md).
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig, from_keywords
 from mamba_eagle.core import SamplingParams, prompt_problem, shown
 from mamba_eagle.message import ChangeModel, FirstChunk, PrefillItem, Weights
 from mamba_eagle.message.indices import indices
@@ -42,7 +43,7 @@ Sequences = Sequence[Sequence[int]]
 class PackedForward:
     """A model with its weights. One call at a time, from the thread that has made it."""
 
-    def __init__(self, model_path: str = "", **settings: Any) -> None:
+    def __init__(self, model_path: str | PurePath = "", **settings: Any) -> None:
         """Loads the weights.
 
         Args:
@@ -55,11 +56,8 @@ class PackedForward:
         Raises: ConfigError (a ValueError) with every setting that cannot work, and if the model
             cannot be loaded.
         """
-        try:
-            config = EngineConfig(model_path=model_path, **{**settings, **NO_DECODING})
-        except TypeError as error:
-            text = str(error).replace("EngineConfig.__init__()", "PackedForward")
-            raise ConfigError([text]) from None
+        known = {"model_path": model_path, **settings, **NO_DECODING}
+        config = from_keywords(EngineConfig, "PackedForward", known)
         if config.num_ranks > 1:
             raise ConfigError(["tp_size, pp_size: PackedForward has one device; leave them out"])
         self._renewal = Renewal(start_rank(_sized(resolve(config))))

@@ -9,8 +9,8 @@ from mamba_eagle.config.flags import (
     add_arguments,
     flag_of,
     from_arguments,
+    from_keywords,
     setting,
-    unreadable,
 )
 from mamba_eagle.config.memory import MambaSettings, MemorySettings
 from mamba_eagle.config.model import (

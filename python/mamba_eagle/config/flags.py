@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from pathlib import PurePath
+from typing import Any, NoReturn, TypeVar
 
 
 class ConfigError(ValueError):
@@ -73,6 +74,9 @@ class Settings:
         ]
 
 
+# ── in Python ──
+
+Made = TypeVar("Made", bound=Settings)
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 
@@ -92,6 +96,23 @@ def unreadable(settings: Settings) -> list[str]:
         if not fits:
             wrong.append(f"{flag_of(spec.name)} {value!r}: must be {allowed}")
     return wrong
+
+
+def from_keywords(config: type[Made], caller: str, settings: Mapping[str, Any]) -> Made:
+    """The dataclass from what a user gave ``caller``, by names of flags with underscores; paths may
+    be Path objects.
+
+    Raises: ConfigError for what is not a setting, or what no flag could have given.
+    """
+    texts = {name: str(one) for name, one in settings.items() if isinstance(one, PurePath)}
+    try:
+        made = config(**{**settings, **texts})
+    except TypeError as error:
+        text = str(error).replace(f"{config.__name__}.__init__()", caller)
+        raise ConfigError([text]) from None
+    if wrong := unreadable(made):
+        raise ConfigError(wrong)
+    return made
 
 
 # ── the command line ──

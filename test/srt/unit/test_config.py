@@ -17,8 +17,8 @@ from mamba_eagle.config import (
     add_arguments,
     flag_of,
     from_arguments,
-    unreadable,
 )
+from mamba_eagle.config.flags import unreadable
 from mamba_eagle.resolve import resolve
 
 AUTO = [spec.name for spec in dataclasses.fields(ServerConfig) if spec.default is None]

@@ -137,6 +137,8 @@ def test_what_the_model_cannot_take_is_refused(
 def test_wrong_settings_are_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match="PackedForward .* 'tree_size'"):
         PackedForward(str(model), tree_size=3)
+    with pytest.raises(ConfigError, match="--quantization 'fp4': must be one of auto, fp8"):
+        PackedForward(model, quantization="fp4")
     with pytest.raises(ConfigError, match="PackedForward has one device"):
         PackedForward(str(model), tp_size=2)
     with pytest.raises(ConfigError, match="supports at most 512 tokens"):
