@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -84,3 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in gpu_tests:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell starts what is in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -201,7 +201,9 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
         time.sleep(0.05)
 
 
-def test_ctrl_c_while_it_starts_ends_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_it_starts_ends_it(
+    engine: Engine, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It went on starting, and Python waited for its thread for ever."""
     threads, start = set(threading.enumerate()), EngineLaunch.start_engine
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from mamba_eagle.train.trainer import stop_on_signals
 
 
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """As in a terminal: a shell starts what is in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_run_and_nothing_else(number: signal.Signals) -> None:
     before = signal.getsignal(number)
