@@ -68,7 +68,7 @@ def test_experts(ops: ExactOps, act: str, bits: int) -> None:
     up = normal(E, inner * (1 + (act == "silu_gate")), size, seed=1) / size**0.5
     down = normal(E, size, inner, seed=2) / inner**0.5
     given = [quantized(up), quantized(down)] if bits == 8 else [up, down]
-    layer = ops.fuse_experts(given[0], given[1], act, None, torch.bfloat16)
+    layer = ops.fuse_experts(given[0], given[1], act, torch.bfloat16)
     assert layer is not None
     x, draw = normal(MOST, size), torch.Generator("cuda").manual_seed(3)
     scores = torch.rand(MOST, E, generator=draw, device="cuda")
