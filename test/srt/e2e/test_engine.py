@@ -201,6 +201,14 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
         time.sleep(0.05)
 
 
+def test_an_engine_without_a_tokenizer_tries_no_grammars(caplog: pytest.LogCaptureFixture) -> None:
+    """The process that would try them looked for its tokens."""
+    with Engine(device="cpu", skip_tokenizer_init=True) as engine:
+        engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 def test_ctrl_c_while_it_starts_ends_it(
     engine: Engine, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,8 @@ class Launch(ABC):
                     judge_kind=self.judge_kind,
                 )
                 self.judge = state.judge
-                self.judge.start()
+                if self.manager.tokenizer is not None:  # grammars need one
+                    self.judge.start()
                 await self.serve(state)
             return await self.ending
         finally:
