@@ -252,10 +252,13 @@ def test_products(form: str, case: ProductCase, dtype: torch.dtype) -> None:
     block = BLOCK if case.weight == "block" else None
     device = device_of(form)
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
-    for config in [triton.Config(32, 16, 4, 2), triton.Config(32, 64, 4, 2, 0, block is not None)]:
+    configs = [triton.Config(32, 16, 4, 2), triton.Config(32, 64, 4, 2)]
+    if block is not None:  # 64 tokens first: the widest instruction, whose sums have fewer bits
+        configs += [triton.Config(16, 64, 4, 2, 0, True, blocks) for blocks in (1, 2, 4)]
+    for config in configs:
         found = triton.product(moved(x, device), *given, dtype, block, config)
         assert found.dtype == dtype
-        within = 2e-6 if dtype == torch.float32 else 8e-3
+        within = 8e-3 if dtype != torch.float32 else 5e-4 if GPU and config.tokens_first else 2e-6
         error = (found.cpu().double() - exact).norm() / exact.norm()
         assert error < within, config
 

@@ -145,6 +145,7 @@ class Config(NamedTuple):
     stages: int  # iterations in flight
     ahead: int = 0  # as in kernels/linear
     tokens_first: bool = False  # with scales of blocks: the factor with at least 64 numbers
+    blocks: int = 2  # of columns, an iteration: likewise
 
 
 # columns of an iteration, which are summed up in the tensor cores before they are added
@@ -237,9 +238,17 @@ def _block_sums(w, t, TOKENS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _of_tokens(scales, TOKENS_FIRST: tl.constexpr):
-    """scales [tokens] beside such sums."""
-    return tl.expand_dims(scales, 1 if TOKENS_FIRST else 0)
+def _scales(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
+    """Of BLOCKS sums: the weight's from ``block`` on, beyond the last one that again, and those of
+    the inputs' groups [tokens]; of no groups: group_stride is None."""
+    found = ()
+    for i in tl.static_range(BLOCKS):
+        at = tl.minimum(block + i, blocks_in - 1)
+        if group_stride is None:
+            found += ((tl.load(scales + at),),)
+        else:
+            found += ((tl.load(scales + at), tl.load(own + at * group_stride)),)
+    return found
 
 
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "x_group_stride", "blocks_in"])
@@ -261,11 +270,12 @@ def _block_kernel(
     TOKENS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of columns, an iteration
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Two blocks an iteration, whose scales were loaded in the one before: a sum of 128 columns is
-    short, and everything between two of them is waited for."""
+    """Some blocks an iteration, whose scales were loaded in the one before: a sum of 128 columns is
+    short, and everything between two iterations is waited for."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -278,30 +288,24 @@ def _block_kernel(
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
     scales = scale + first // BLOCK_OUT * blocks_in
     own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
+    group_stride = x_group_stride if GROUPED else None
     previous_done(OVERLAP)
-    last = blocks_in - 1
-    s, more_s = tl.load(scales), tl.load(scales + tl.minimum(1, last))
-    if GROUPED:
-        o, more_o = tl.load(own), tl.load(own + tl.minimum(1, last) * x_group_stride)
-    for at in tl.range(0, columns, 2 * PRECISE, num_stages=STAGES):
-        w, t = _tiles(rows, tokens, is_row, is_token, at, columns)
-        more_w, more_t = _tiles(rows, tokens, is_row, is_token, at + PRECISE, columns)
-        block = at // PRECISE + 2
-        next_s = tl.load(scales + tl.minimum(block, last))
-        next_more_s = tl.load(scales + tl.minimum(block + 1, last))
-        if GROUPED:
-            next_o = tl.load(own + tl.minimum(block, last) * x_group_stride)
-            next_more_o = tl.load(own + tl.minimum(block + 1, last) * x_group_stride)
-        part = _block_sums(w, t, TOKENS_FIRST)
-        more = _block_sums(more_w, more_t, TOKENS_FIRST)
-        if GROUPED:
-            acc += part * _of_tokens(o * s, TOKENS_FIRST)
-            acc += more * _of_tokens(more_o * more_s, TOKENS_FIRST)
-            o, more_o = next_o, next_more_o
-        else:
-            acc += part * s
-            acc += more * more_s
-        s, more_s = next_s, next_more_s
+    given = _scales(scales, own, group_stride, 0, blocks_in, BLOCKS)
+    for at in tl.range(0, columns, BLOCKS * PRECISE, num_stages=STAGES):
+        read = ()
+        for i in tl.static_range(BLOCKS):
+            read += (_tiles(rows, tokens, is_row, is_token, at + i * PRECISE, columns),)
+        following = at // PRECISE + BLOCKS
+        later = _scales(scales, own, group_stride, following, blocks_in, BLOCKS)
+        sums = ()
+        for i in tl.static_range(BLOCKS):
+            sums += (_block_sums(read[i][0], read[i][1], TOKENS_FIRST),)
+        for i in tl.static_range(BLOCKS):
+            factor = given[i][0]
+            if GROUPED:
+                factor *= tl.expand_dims(given[i][1], 1 if TOKENS_FIRST else 0)
+            acc += sums[i] * factor
+        given = later
     if TOKENS_FIRST:
         acc = tl.trans(acc)
     acc = with_scales(
@@ -343,7 +347,8 @@ def _join_kernel(
     tl.store(y + token * out + row, total, mask=is_row)
 
 
-ALONE = 132 * 64  # rows up to which each program has one of a Hopper GPU's multiprocessors
+PROCESSORS = 132  # of a Hopper GPU
+ALONE = PROCESSORS * 64  # rows up to which each program has one of them
 
 
 def choose_config(n: int, rows: int, blocks: bool) -> Config:
@@ -351,12 +356,15 @@ def choose_config(n: int, rows: int, blocks: bool) -> Config:
 
     A program is bound by how much of the weight it has in flight, so one that is alone on its
     multiprocessor has ten iterations of it. That is as fast as sharing columns among more programs.
+    With scales of blocks what it waits for is the end of each sum, so it makes four at a time.
     """
     alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
-    if blocks:
-        few = n <= 16
-        return Config(64, 16 if few else 64, 4, 4 if alone else 3, tokens_first=not few)
-    return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
+    if not blocks:
+        return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
+    if alone and rows <= PROCESSORS * 16:
+        return Config(16, 64, 4, 3, tokens_first=True, blocks=4)
+    few = n <= 16
+    return Config(64, 16 if few else 64, 4, 3, tokens_first=not few, blocks=4 if alone else 2)
 
 
 def product(
@@ -387,7 +395,7 @@ def product(
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
-        blocks["TOKENS_FIRST"] = config.tokens_first
+        blocks |= {"TOKENS_FIRST": config.tokens_first, "BLOCKS": config.blocks}
         strides = x.scale.stride() if x.group else (x_stride, 0)
         _block_kernel[grid](*operands, scale.shape[1], *strides, **blocks, **shape)
     else:
