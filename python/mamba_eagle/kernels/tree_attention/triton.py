@@ -279,8 +279,8 @@ def choose_config(
     """For Hopper. positions: of the slot table, which limits the length of a prefix.
 
     One tile of rows where they fit, since each tile reads all keys; then as many shares as give
-    every multiprocessor two programs, or one of 8 warps. Measured with
-    benchmark/kernels/bench_tree_attention.py; see benchmark/kernels.md.
+    every multiprocessor two programs. Measured with benchmark/kernels/bench_tree_attention.py; see
+    benchmark/kernels.md.
     """
     wide = max(1, next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
     needed = next_power_of_2(nodes * heads // kv_heads)
@@ -290,9 +290,12 @@ def choose_config(
         # outside of shared memory; float32 does not have to be fast
         rows = min(rows, 32)
     tiles = cdiv(nodes * heads // kv_heads, rows)
-    programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
-    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MAX_SPLITS:
+    while splits < MAX_SPLITS:
+        # from 16 shares on, joining more costs more than a second program saves
+        most = PROGRAMS if splits < 16 else PROGRAMS // 2
+        if splits * 2 * batch * kv_heads * tiles > most:
+            break
         splits *= 2
     # on a short prefix, joining shares costs more than it saves unless the device is nearly idle
     least = max(64, rows) if splits > 8 else 256
@@ -300,7 +303,12 @@ def choose_config(
     warps = 8 if rows > 64 else 4
     if splits == 1 and rows == 16 and wide == 1:
         return Config(rows, 128, 1, least, warps, 2)
-    return Config(rows, max(16, 64 // wide), min(splits, most), least, warps, 2 if wide > 1 else 3)
+    keys, stages = max(16, 64 // wide), 5
+    if itemsize > 2 or wide > 2:
+        stages = 2 if wide > 1 else 3
+    elif wide == 2 and rows == 32:
+        keys, stages = 64, 3
+    return Config(rows, keys, min(splits, most), least, warps, stages)
 
 
 def paged_tree_attention(
