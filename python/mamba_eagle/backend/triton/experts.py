@@ -56,7 +56,7 @@ TILES_FLOAT8 = [
 ]
 # Scales of blocks: a sum of 128 columns is short, and what follows it takes registers.
 TILES_BLOCKS = [
-    Sizes(MAX_ROUNDED_AS_READ, *[Config(64, 16, 128, 4, 4)] * 2),
+    Sizes(MAX_ROUNDED_AS_READ, Config(64, 16, 128, 4, 4), Config(128, 16, 128, 4, 2)),
     Sizes(512, *[Config(64, 32, 128, 4, 3)] * 2),
     Sizes(2048, *[Config(64, 64, 128, 4, 3)] * 2),
     Sizes(2**31, *[Config(64, 128, 128, 8, 3)] * 2),

@@ -411,7 +411,7 @@ def _node_weights(
         rows.u.shape[1],
         M,
         PART=min(32 if form["CHANNELS"] else 128, N),
-        num_warps=4,
+        num_warps=4 if b * H <= 132 else 2 if b * H <= 528 else 1,  # of a Hopper GPU's processors
         **form,
     )
     return NodeWeights(lines, decayed)
