@@ -205,6 +205,7 @@ def test_an_engine_without_a_tokenizer_tries_no_grammars(caplog: pytest.LogCaptu
     """The process that would try them looked for its tokens."""
     with Engine(device="cpu", skip_tokenizer_init=True) as engine:
         engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+    del engine
     gc.collect()
     assert "never retrieved" not in caplog.text
 
