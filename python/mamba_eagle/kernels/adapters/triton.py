@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, split_dot
 
 RANKS = 16  # a slot has room for a multiple of these, which are multiplied at once
@@ -89,6 +90,7 @@ def _rows(slots, n, TOKENS: tl.constexpr):
 
 
 # not specialized, so that all numbers of tokens share machine code
+@Staged
 @triton.jit(do_not_specialize=["n", "scale_stride"])
 def _shrink_kernel(
     x,  # [n, columns], rows x_stride apart

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.exact_attention.triton_pages import BLOCK, COLUMNS, Pages
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, rounded_product
 
 LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
@@ -149,6 +150,7 @@ def _blocks(
     return joined, sums
 
 
+@Staged
 @triton.jit
 def _prompt_kernel(
     q,  # [n, heads, D], rows q_stride apart
@@ -201,6 +203,7 @@ def _prompt_kernel(
     tl.store(out + (token * (KV_HEADS * GROUP) + head) * D + d, result, mask=is_row)
 
 
+@Staged
 @triton.jit(do_not_specialize=["T", "parts"])
 def _tree_kernel(
     q,  # [b*T, heads, D], rows q_stride apart

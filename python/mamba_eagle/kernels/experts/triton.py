@@ -21,6 +21,7 @@ from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import product_of_tiles, to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done, silu
 
 RELU_SQUARED, SILU_GATE = "relu_squared", "silu_gate"
@@ -98,6 +99,7 @@ def _activated(acc, gate, GATED: tl.constexpr, ACTIVATED: tl.constexpr):
         return acc
 
 
+@Staged
 @triton.jit
 def _few_kernel(
     x,  # [n, SIZE] if GATHER, else [pairs, SIZE]; rows x_stride apart
@@ -231,6 +233,7 @@ def _factor(x, factor, INPUTS: tl.constexpr):
         return x, factor
 
 
+@Staged
 @triton.jit(do_not_specialize=["n", "group_stride"])
 def _tile_kernel(
     x,

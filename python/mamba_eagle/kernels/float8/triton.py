@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
 MOST_GROUPS = 8  # that a program rounds
@@ -179,6 +180,7 @@ def with_scales(
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
+@Staged
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
 def _product_kernel(
     x,  # [n, columns] float8
@@ -251,6 +253,7 @@ def _scales(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
     return found
 
 
+@Staged
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "x_group_stride", "blocks_in"])
 def _block_kernel(
     x,  # [n, columns] float8

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.float8.triton import PRECISE, product_of_tiles, with_scales
 from mamba_eagle.kernels.gpu import cdiv, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import previous_done
 
 
@@ -58,6 +59,7 @@ def _place(n, out, ROWS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
+@Staged
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
 def _prompt_kernel(
     x,  # [n, columns] float8, in tiles [TOKENS, PRECISE]
@@ -100,6 +102,7 @@ def _prompt_kernel(
         tl.store(y + at, sums, mask=is_row[:, None] & is_token[None, :])
 
 
+@Staged
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "x_group_stride", "blocks_in"])
 def _block_prompt_kernel(
     x,  # [n, columns] float8, in tiles [TOKENS, PRECISE]

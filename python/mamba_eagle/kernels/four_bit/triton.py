@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, fetch_ahead, previous_done
 
 UNIT = 4  # columns of a unit
@@ -250,6 +251,7 @@ def _add_product(w, x, acc):
 
 
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
+@Staged
 @triton.jit(do_not_specialize=["n", "aligned_groups", "share", "factor_stride"])
 def _product_kernel(
     x,  # [n, units] int64, rows x_stride apart; or its quarters [4, n, units], if APART

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, fetch_ahead, previous_done
 
 
@@ -30,6 +31,7 @@ class Config(NamedTuple):
 
 
 # not specialized, so that all numbers of tokens share machine code
+@Staged
 @triton.jit(do_not_specialize=["n"])
 def _linear_kernel(
     x,  # [n, columns], rows x_stride apart

@@ -21,6 +21,7 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import E4M3
 from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
@@ -72,6 +73,7 @@ def _begin(length, window, HAS_WINDOW: tl.constexpr):
 
 
 # not specialized: other numbers of lanes or requests should not need new machine code
+@Staged
 @triton.jit(do_not_specialize=["E", "splits", "least", "window"])
 def _tree_attention_kernel(
     q,  # [b*T, heads, D], rows q_stride apart

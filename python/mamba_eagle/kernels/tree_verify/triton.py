@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
@@ -57,6 +58,7 @@ def _is_mine(fold, request, length, FOLDING: tl.constexpr):
 
 
 # not specialized: layers 1 and 16 should not need new machine code
+@Staged
 @triton.jit(do_not_specialize=["layer"])
 def _tree_verify_kernel(
     xB,  # [R, W, H*P + G*N]
