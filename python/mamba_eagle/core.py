@@ -345,6 +345,11 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
         """The name in /metrics and /server_info."""
         return f"{self.topk}x{self.depth}x{self.nodes}" if self.nodes > 1 else "plain"
 
+    @property
+    def max_nodes(self) -> int:
+        """The root and the candidates of all levels."""
+        return 1 + self.topk + (self.depth - 1) * self.topk**2
+
     def problems(self) -> list[str]:
         """Every reason why such a tree cannot be formed, naming the flag; [] if it can."""
         wrong = []
@@ -358,10 +363,9 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
                 f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and "
                 f"{MAX_TREE_NODES}, the root included"
             )
-        max_nodes = 1 + self.topk + (self.depth - 1) * self.topk**2
-        if not wrong and self.nodes > max_nodes:
+        if not wrong and self.nodes > self.max_nodes:
             wrong.append(
-                f"--speculative-num-draft-tokens {self.nodes}: must be at most {max_nodes}, "
+                f"--speculative-num-draft-tokens {self.nodes}: must be at most {self.max_nodes}, "
                 f"the root and the candidates of {self.depth} levels with top-k {self.topk}"
             )
         return wrong

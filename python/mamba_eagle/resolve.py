@@ -12,7 +12,6 @@ from mamba_eagle.backend.forecast import (
     on_cpu,
 )
 from mamba_eagle.config import (
-    CPU_CHAIN,
     ConfigError,
     DraftSettings,
     EngineConfig,
@@ -46,7 +45,9 @@ def resolve(config: Config) -> Config:
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
     drafts_on_cpu = algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config)
-    tree = CPU_CHAIN if drafts_on_cpu and not config.names_tree else config.drafted_tree
+    # A node costs nearly as much there as a step of a model in the cache: branches do not pay.
+    chain = config.tree_of(usual_topk=1)
+    tree = chain if drafts_on_cpu and not chain.problems() else config.drafted_tree
     values["speculative_eagle_topk"] = tree.topk
     values["speculative_num_steps"] = tree.depth
     values["speculative_num_draft_tokens"] = tree.nodes

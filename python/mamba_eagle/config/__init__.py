@@ -1,7 +1,7 @@
 """Every setting, once: frozen dataclasses, from which the command line is made. Plain data;
 resolve.py fills in what takes a look at files."""
 
-from mamba_eagle.config.drafting import CPU_CHAIN, DraftSettings
+from mamba_eagle.config.drafting import DraftSettings
 from mamba_eagle.config.engine import EngineConfig, engine_part
 from mamba_eagle.config.flags import (
     ConfigError,

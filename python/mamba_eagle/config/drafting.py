@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 from mamba_eagle.config.flags import Settings, setting
 from mamba_eagle.config.model import QUANTIZATIONS
-from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.core import MAX_TREE_NODES, PLAIN, TreeShape
 from mamba_eagle.drafters import DRAFTERS
 
 DEFAULT_TREE = TreeShape(topk=2, depth=5, nodes=8)
-# A node costs nearly as much there as a step of a model in the cache: branches do not pay.
-CPU_CHAIN = TreeShape(topk=1, depth=5, nodes=6)
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,14 @@ class DraftSettings(Settings):
     )
     speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")
     speculative_eagle_topk: int | None = setting(
-        None, "branching factor of the draft tree; 1: a chain; auto: 2, on a CPU 1"
+        None,
+        "branching factor of the draft tree; 1: a chain; auto: 2, on a CPU 1 unless more nodes are "
+        "set than a chain has",
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "number of nodes verified per step, including the root; auto: 8, on a CPU 6",
+        "number of nodes verified per step, including the root; auto: 8 where the tree has them, "
+        "all of a chain",
     )
     speculative_draft_p_min: float = setting(
         0.6,
@@ -78,21 +79,18 @@ class DraftSettings(Settings):
     @property
     def drafted_tree(self) -> TreeShape:
         """The tree that a drafter makes, by the settings and what is usual."""
-        usual = (DEFAULT_TREE.topk, DEFAULT_TREE.depth, DEFAULT_TREE.nodes)
-        return TreeShape(*(u if given is None else given for given, u in zip(self._tree, usual)))
+        return self.tree_of(DEFAULT_TREE.topk)
 
-    @property
-    def names_tree(self) -> bool:
-        """Whether a part of the tree's shape is set."""
-        return self._tree != (None, None, None)
-
-    @property
-    def _tree(self) -> tuple[int | None, int | None, int | None]:
-        return (
-            self.speculative_eagle_topk,
-            self.speculative_num_steps,
-            self.speculative_num_draft_tokens,
-        )
+    def tree_of(self, usual_topk: int) -> TreeShape:
+        """The same where ``usual_topk`` lanes are usual."""
+        topk, depth = self.speculative_eagle_topk, self.speculative_num_steps
+        topk = usual_topk if topk is None else topk
+        depth = DEFAULT_TREE.depth if depth is None else depth
+        nodes = self.speculative_num_draft_tokens
+        if nodes is None:
+            most = MAX_TREE_NODES if topk == 1 else DEFAULT_TREE.nodes
+            nodes = max(2, min(most, TreeShape(topk, depth).max_nodes))
+        return TreeShape(topk, depth, nodes)
 
     def problems(self) -> list[str]:
         wrong, least = super().problems(), self.speculative_draft_p_min

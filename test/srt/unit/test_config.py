@@ -128,6 +128,23 @@ def test_drafts_on_a_cpu_are_chains_from_few_bits(monkeypatch: pytest.MonkeyPatc
         assert drafts()[0] == found
 
 
+def test_a_part_of_a_tree_leaves_the_others_as_they_would_be() -> None:
+    """A default that is set changes nothing, and what is left out fits what is set."""
+
+    def tree(device: str, **given: int) -> str:
+        shape = {f"speculative_{name}": value for name, value in given.items()}
+        return resolve(ServerConfig(device=device, **shape)).tree_shape.name
+
+    for part in ({"num_steps": 5}, {"eagle_topk": 1}, {"num_draft_tokens": 6}):
+        assert tree("cpu", **part) == "1x5x6"
+    for part in ({"num_steps": 5}, {"eagle_topk": 2}, {"num_draft_tokens": 8}):
+        assert tree("cuda", **part) == "2x5x8"
+    assert tree("cpu", num_steps=3) == tree("cuda", num_steps=3, eagle_topk=1) == "1x3x4"
+    assert tree("cpu", num_steps=9) == "1x9x10"
+    assert tree("cpu", num_draft_tokens=16) == "2x5x16"
+    assert tree("cuda", num_steps=1) == "2x1x3"
+
+
 def test_defaults_have_no_problems() -> None:
     assert ServerConfig().problems() == []
 
