@@ -109,10 +109,9 @@ TEMPERATURE = Parameter(
     must=f"must be 0 (greedy), or between {GREEDY_BELOW} and {MAX_TEMPERATURE:.0f}",
 )
 TOP_K = Parameter(
-    "sample from the k most likely tokens; -1: all",
-    1,
-    other=-1,
-    must="must be 1 or more, or -1 for the whole vocabulary",
+    "sample from the k most likely tokens; -1 or 0: all",
+    -1,
+    must="must be 1 or more, or -1 or 0 for the whole vocabulary",
 )
 FREQUENCY = Parameter("by the token's count in the output", -MAX_PENALTY, MAX_PENALTY)
 PRESENCE = Parameter("for tokens that the output has", -MAX_PENALTY, MAX_PENALTY)

@@ -140,7 +140,7 @@ class SamplingState:
     def _effective(self, params: SamplingParams, stops: list[int]) -> SamplingParams:
         """The same without what changes none of a request's tokens. stops: what may end it."""
         idle = {"temperature", *FILTERS} if params.greedy else set()
-        if params.top_k >= self.vocab_size:
+        if not 0 < params.top_k < self.vocab_size:
             idle.add("top_k")
         # with a grammar the ban yields to its end, which its masks know (constrain/request.py)
         if params.is_constrained or not stops:

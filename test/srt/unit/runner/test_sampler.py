@@ -181,6 +181,7 @@ FILTERS = [
     pytest.param({"top_p": 1e-9}, id="top-p-tiny"),
     pytest.param({"top_p": 1e-30}, id="top-p-vanishing"),
     pytest.param({"top_k": 100}, id="top-k-above-the-vocabulary"),
+    pytest.param({"top_k": 0}, id="top-k-of-all"),
 ]
 LOGITS = [0.3, 1.9, -1.0, 1.2, 0.0, 0.9, 1.5, -0.4]
 

@@ -49,7 +49,7 @@ BAD: list[tuple[Any, list[str]]] = [
     (params(temperature=False), ["sampling_params.temperature = false"]),
     (params(top_p=0), ["sampling_params.top_p = 0.0"]),
     (params(top_p=1.5), ["sampling_params.top_p = 1.5"]),
-    (params(top_k=0), ["sampling_params.top_k = 0"]),
+    (params(top_k=-2), ["sampling_params.top_k = -2"]),
     (params(min_p=2), ["sampling_params.min_p = 2.0"]),
     (params(frequency_penalty=3), ["sampling_params.frequency_penalty = 3.0"]),
     (params(repetition_penalty=0), ["sampling_params.repetition_penalty = 0.0"]),
