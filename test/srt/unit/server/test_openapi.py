@@ -116,6 +116,12 @@ def test_the_description_is_whole_and_right_bodies_fit_it() -> None:
             bare |= {"/pause", "/resume", "/continue_generation"}
             bare |= {"/get_weight_version", "/weight_version", "/update_weights_from_tensor"}
             assert served - set(BODIES) == bare  # no bodies
+            for path in BODIES:
+                body = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+                for field in body["schema"]["properties"].values():
+                    if "default" in field:
+                        field = {**field, "components": made["components"]}
+                        jsonschema.validate(field["default"], field)
             for path, right in RIGHT:
                 body = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]
                 schema = {**body["schema"], "components": made["components"]}
