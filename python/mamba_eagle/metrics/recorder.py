@@ -275,6 +275,8 @@ class Recorder:
         self._finished_by_reason.labels(self._model, sample.finish.kind).inc()
         self.prompt_tokens.inc(prompt_tokens)
         self.cached_tokens.inc(sample.last.cached_tokens)
+        if sample.last.queue_time and not sample.first_token_time:
+            self.queue_time.observe(sample.last.queue_time)
         if sample.finish.kind == "abort":
             self.aborted.inc()
         else:

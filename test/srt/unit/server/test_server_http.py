@@ -506,6 +506,19 @@ def test_replies_are_counted_by_the_routes_that_gave_them() -> None:
     run(test())
 
 
+def test_a_wait_is_counted_of_requests_that_make_no_token() -> None:
+    async def test() -> None:
+        async with serving(says("")) as server:
+            for path, field in (("/generate", "text"), ("/v1/embeddings", "input")):
+                assert (await server.post(path, **{field: "xyz"})).status_code == 200
+            lines = (await server.client.get("/metrics")).text.splitlines()
+            for name, count in (("queue_time", 2), ("time_to_first_token", 0)):
+                name = f"mamba_eagle:{name}_seconds_count"
+                assert f'{name}{{model_name="tiny"}} {count}.0' in lines
+
+    run(test())
+
+
 def test_metrics_count_what_was_served() -> None:
     async def test() -> None:
         async with serving(says("abcd"), chunk=2) as server:
