@@ -21,8 +21,8 @@ class DraftSettings(Settings):
     )
     speculative_draft_model_path: str = setting(
         "",
-        "folder or Hugging Face name of the drafter (default: for the embedded model, the drafter "
-        "that comes with it)",
+        "folder, GGUF file or Hugging Face name of the drafter (default: for the embedded model, "
+        "the drafter that comes with it)",
     )
     speculative_draft_model_quantization: str = setting(
         "same",

@@ -48,9 +48,9 @@ class HttpSettings(Settings):
     )
     admin_api_key: str = setting(
         "",
-        "key of an operator, which is then needed for what changes the server for all: "
-        "/flush_cache and abort_all; and in any case to see texts in GET /cache?text=1 (default: "
-        "none)",
+        "key of an operator, which is then needed for what changes the server for all: weights, "
+        "adapters, pauses, prefixes of other servers, /flush_cache and abort_all; and in any case "
+        "for profiles, and to see texts in GET /cache?text=1 (default: none)",
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
@@ -62,8 +62,8 @@ class HttpSettings(Settings):
     tool_call_parser: str = setting(
         "auto",
         "how the model writes tool calls: nemotron_3, nemotron_nano_v2, granite_4, falcon_h1, "
-        "qwen3, qwen3_coder, hermes, or a JSON file like theirs; none: calls stay text; auto: the "
-        "tokenizer's response_template, else what its chat template shows",
+        "qwen3, qwen3_coder, hermes, mamba2_math, or a JSON file like theirs; none: calls stay "
+        "text; auto: the tokenizer's response_template, else what its chat template shows",
     )
     reasoning_parser: str = setting(
         "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mamba_eagle import launch_server
+from mamba_eagle.chat.family import FAMILIES
 from mamba_eagle.config import (
     ConfigError,
     ServerConfig,
@@ -79,6 +80,7 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         assert f"{flag} " in words
         if spec.default is None:
             assert f"{spec.metadata['help']} (default: auto)" in words
+    assert all(f" {family}, " in words for family in FAMILIES)
 
 
 @pytest.mark.parametrize(
