@@ -69,7 +69,8 @@ def test_slime(trainer: httpx.Client) -> None:
     assert again["weight_version"] == "7"
     send(trainer, "/release_memory_occupation", {})
     send(trainer, "/resume_memory_occupation", {"tags": ["weights"]})
-    send(trainer, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    send(trainer, "/resume_memory_occupation", {"tags": ["cuda_graph"]})  # older ones apart
+    send(trainer, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     assert send(trainer, "/v1/loads?include=core", method="GET")["loads"][0]["num_reqs"] == 0
 
 

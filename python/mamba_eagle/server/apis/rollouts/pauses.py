@@ -129,21 +129,23 @@ async def _go_on(state: ServerState) -> None:
     await answered(state.manager.ask(Continue(), 30.0))
 
 
-MUST = f"must be a list of {' and '.join(MEMORY_TAGS)}"
+# SGLang's third, for which nothing is to be done: steps are captured anew when all is resumed.
+GRAPHS = "cuda_graph"
+MUST = f"must be a list of {', '.join(MEMORY_TAGS)} and {GRAPHS}"
 
 
 class TagsBody(Body):
     """Memory of what."""
 
-    tags: Annotated[list[str], kinds.texts("tags", len(MEMORY_TAGS))] = says(
-        "`weights`, `kv_cache`; left out: both", []
+    tags: Annotated[list[str], kinds.texts("tags", len(MEMORY_TAGS) + 1)] = says(
+        "`weights`, `kv_cache`; left out: both. `cuda_graph` changes nothing", []
     )
 
 
 def _checked(tags: Sequence[str]) -> list[str]:
-    if set(tags) - set(MEMORY_TAGS):
+    if set(tags) - {*MEMORY_TAGS, GRAPHS}:
         raise RequestError.about("tags", list(tags), MUST)
-    return sorted(set(tags)) or list(MEMORY_TAGS)
+    return sorted(set(tags) - {GRAPHS}) if tags else list(MEMORY_TAGS)
 
 
 @router.post("/release_memory_occupation", openapi_extra=takes(TagsBody))
@@ -177,4 +179,5 @@ async def wake_up(request: Request, state: Trusted) -> Response:
 
 
 async def _change(state: ServerState, asked: ChangeModel) -> None:
-    await answered(state.manager.ask(asked, CHANGE_SECONDS))
+    if asked.release or asked.resume:
+        await answered(state.manager.ask(asked, CHANGE_SECONDS))
