@@ -19,6 +19,7 @@ from mamba_eagle.message.channel import new_socket_dir, remove_socket_dir
 from mamba_eagle.message.lifetime import REFUSED
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
+from mamba_eagle.server.bodies.grammars import whitespace_problems
 from mamba_eagle.server.engine.children import Child, end_children
 from mamba_eagle.server.engine.launch import SHUTTING_DOWN, Ending, Launch
 from mamba_eagle.server.http.auth import api_keys
@@ -82,7 +83,7 @@ def _resolve(config: ServerConfig) -> ServerConfig:
             problems += error.problems
     if not problems:
         problems += origin_problems(config)
-    problems += chat_problems(config)
+    problems += chat_problems(config) + whitespace_problems(config)
     try:
         config = resolve(config)
     except ConfigError as error:

@@ -24,6 +24,7 @@ WRONG = [
     ("--cors-origins", "example.com", "must be auto, off, * or origins"),
     ("--model-path", f"/{'x' * 300}", "File name too long"),
     ("--tokenizer-path", "~no-such-user/model", "home directory"),
+    ("--constrained-json-whitespace-pattern", "[ ", "unclosed character class"),
 ]
 
 

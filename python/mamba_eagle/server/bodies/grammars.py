@@ -17,8 +17,10 @@ from functools import cached_property
 from threading import Lock
 from typing import Annotated, Any, NamedTuple
 
+from llguidance import LLMatcher
 from pydantic import Field
 
+from mamba_eagle.config import ServerConfig
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import (
     Grammar,
@@ -29,6 +31,7 @@ from mamba_eagle.constrain.grammar import (
 )
 from mamba_eagle.constrain.structural_tag import structural_tag_grammar
 from mamba_eagle.constrain.trials import Verdict
+from mamba_eagle.constrain.vocabulary import own_words
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.bodies import kinds, known
@@ -250,6 +253,14 @@ def _own(body: Constrained, where: str) -> Iterator[_Asked]:
     for name, kind in GUIDED.items():
         if getattr(body, name) is not None:
             yield _Asked(where + name, kind, getattr(body, name))
+
+
+def whitespace_problems(config: ServerConfig) -> list[str]:
+    """Why --constrained-json-whitespace-pattern cannot be had."""
+    if not (pattern := config.constrained_json_whitespace_pattern):
+        return []
+    wrong = own_words(LLMatcher.validate_grammar(json_schema_grammar(True, pattern).text))
+    return [f"--constrained-json-whitespace-pattern {shown(pattern)}: {wrong}"] if wrong else []
 
 
 def _whitespace(body: Constrained, grammars: Grammars) -> str | None:
