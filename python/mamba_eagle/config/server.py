@@ -155,6 +155,9 @@ class HttpSettings(Settings):
             wrong.append(
                 f"--root-path {self.root_path}: must begin with / and not end with it, as in /llm"
             )
+        if (address := self.otlp_traces_endpoint) and not re.match("https?://.", address):
+            remedy = "must begin with http:// or https://, as http://localhost:4318/v1/traces does"
+            wrong.append(f"--otlp-traces-endpoint {address}: {remedy}")
         if not 1 <= self.port <= 65535:
             wrong.append(f"--port {self.port}: must be between 1 and 65535")
         for name in ("header_timeout", "body_timeout", "write_timeout"):

@@ -97,13 +97,19 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         ("stream_interval", 0, "--stream-interval 0: must be 1 or more"),
         ("max_queued_requests", -1, "--max-queued-requests -1: must be 0 or more"),
         (
+            "otlp_traces_endpoint",
+            "localhost:4318",
+            "--otlp-traces-endpoint localhost:4318: must begin with http:// or https://, "
+            "as http://localhost:4318/v1/traces does",
+        ),
+        (
             "speculative_draft_p_min",
             1.5,
             "--speculative-draft-p-min 1.5: must be between 0 and 1, a probability",
         ),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: str) -> None:
+def test_a_setting_that_cannot_work_is_named(name: str, value: object, problem: str) -> None:
     config = dataclasses.replace(ServerConfig(speculative_algorithm="NONE"), **{name: value})
     assert config.problems() == [problem]
 
