@@ -17,12 +17,15 @@ class MemorySettings(Settings):
         group="memory and scheduling",
     )
     max_total_tokens: int | None = setting(
-        None, "number of KV slots, one per token; auto: what fits into memory", minimum=1
+        None,
+        "number of KV slots, one per token; auto: what fits into memory, on a CPU 65536 and on a "
+        "GPU 2000000 at most",
+        minimum=1,
     )
     max_mamba_cache_size: int | None = setting(
         None,
         "number of state slots, for running requests and the prefix cache; auto: what fits into "
-        "memory",
+        "memory, on a CPU 192 at most beside those of running requests",
         minimum=1,
     )
     kv_cache_dtype: str = setting(
@@ -36,7 +39,11 @@ class MemorySettings(Settings):
         "number of saved journals, each with which the prefix cache continues at any of the tokens "
         "that follow a state; -1: half as many as state slots on a CPU, none on a GPU; 0: none",
     )
-    mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
+    mem_fraction_static: float = setting(
+        0.85,
+        "fraction of a GPU's memory for weights and pools; on a CPU, for pools, of what is free "
+        "beside the weights",
+    )
     chunked_prefill_size: int | None = setting(
         None,
         "maximum number of prompt tokens per step; auto: 1024 on a CPU, 8192 on a GPU",

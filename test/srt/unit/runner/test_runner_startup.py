@@ -23,7 +23,7 @@ from tiny_model import EOS, VOCAB, write_head, write_model
 from tokenizers import Tokenizer
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.place import Host
+from mamba_eagle.backend.place import Cuda, Host
 from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
@@ -182,6 +182,15 @@ def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_s
     rows = default_rows(config, backends()["cuda"])
     beside = row_bytes(model, "deferred", rows, model.hidden_size, itemsize=2)
     assert beside <= 0.25 * state_bytes(model, ssm_itemsize=4, itemsize=2)
+
+
+def test_help_says_how_many_slots_there_are_at_most() -> None:
+    slots = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(EngineConfig)}
+    assert (
+        f"on a CPU {Host.max_kv_slots} and on a GPU {Cuda.max_kv_slots} at most"
+        in (slots["max_total_tokens"])
+    )
+    assert f"on a CPU {Host.max_cached_states} at most" in slots["max_mamba_cache_size"]
 
 
 def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) -> None:
