@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -141,13 +143,20 @@ class Host(Place):
     def timestamp(self) -> Timestamp:
         return Timestamp()
 
-    def memory(self) -> FreeMemory:
-        try:
+    def memory(self, container: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
+        """Within a container, no more than its limit leaves beside what cannot be dropped."""
+        free = 1 << 62  # unknown on this system: no limit
+        with suppress(OSError, KeyError, ValueError):
             with open("/proc/meminfo") as file:
                 sizes = dict(line.split(":", 1) for line in file)
-            return FreeMemory(int(sizes["MemAvailable"].split()[0]) * 1024, None, "memory")
-        except (OSError, KeyError, ValueError):  # unknown on this system: no limit
-            return FreeMemory(1 << 62, None, "memory")
+            free = int(sizes["MemAvailable"].split()[0]) * 1024
+        with suppress(OSError, KeyError, ValueError):  # "max": no limit
+            left = int((container / "memory.max").read_text())
+            left -= int((container / "memory.current").read_text())
+            parts = dict(map(str.split, (container / "memory.stat").read_text().splitlines()))
+            left += int(parts["active_file"]) + int(parts["inactive_file"])  # files' cache
+            free = max(0, min(free, left))
+        return FreeMemory(free, None, "memory")
 
 
 class Cuda(Place):

@@ -184,6 +184,18 @@ def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_s
     assert beside <= 0.25 * state_bytes(model, ssm_itemsize=4, itemsize=2)
 
 
+def test_a_containers_limit_bounds_the_memory(tmp_path: Path) -> None:
+    unlimited = Host().memory(tmp_path / "none").free
+    assert unlimited > 2 << 20
+    for limit, free in (("max\n", None), ("1048576\n", 1048576 - 700_000 + 300_000), ("5", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("700000\n")
+        stat = "anon 400000\nactive_file 100000\ninactive_file 200000\n"
+        (tmp_path / "memory.stat").write_text(stat)
+        found = Host().memory(tmp_path).free
+        assert found == free if free is not None else found > 2 << 20
+
+
 def test_help_says_how_many_slots_there_are_at_most() -> None:
     slots = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(EngineConfig)}
     assert (
