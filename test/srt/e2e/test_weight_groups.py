@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import trainer
@@ -146,6 +147,25 @@ def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
         assert texts(engine) == wanted != before
         trains.end()
     assert not received()  # what was served until the end goes with its processes
+
+
+def test_a_rank_that_fails_alone_takes_the_others_out_of_the_group(other: Path) -> None:
+    """The first one writes what comes, and its disk is full. Then all may meet again."""
+    settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8}
+    with Engine(tp_size=2, **settings) as engine:
+        before = texts(engine)
+        commands = {tuple(each.cmdline()[2::6]): each for each in psutil.Process().children()}
+        first = commands["mamba_eagle.runner.process", "0"]
+        path = "/update_weights_from_distributed"
+        for limit in (5000, psutil.RLIM_INFINITY):
+            first.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
+            trains = Trainer(engine, other, ranks=2)
+            trains.join(timeout=30)
+            answer = post(engine, path, **trains.send(sorted(trains.weights)))
+            assert answer.status == (400 if limit == 5000 else 200), answer.body
+            assert (texts(engine) == before) == (limit == 5000)
+            trains.end()
+    assert not received()
 
 
 @pytest.mark.gpu

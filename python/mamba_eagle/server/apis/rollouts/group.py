@@ -22,7 +22,7 @@ from mamba_eagle.message import (
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.state import Incoming, ServerState, Trusted, answered
+from mamba_eagle.server.state import Incoming, ServerState, Trusted, answered, heard
 
 JOIN_SECONDS, MAX_JOIN_SECONDS = 300.0, 86_400.0
 ANSWER_SECONDS = 60.0  # later
@@ -211,7 +211,7 @@ async def take(
     )
     incoming.receiving += 1
     try:
-        await answered(state.manager.ask(AskRanks(task=task), RANK_SECONDS))
+        await _together(state, task, RANK_SECONDS)
         incoming.check()  # meanwhile another part may have been refused
     except RequestError as error:
         incoming.fail(str(error))
@@ -270,5 +270,15 @@ async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -
         backend=backend or ("nccl" if on_gpu else "gloo"),
         seconds=meeting.timeout,
     )
-    asked = state.manager.ask(AskRanks(task=task), meeting.timeout + ANSWER_SECONDS)
-    await answered(asked)
+    await _together(state, task, meeting.timeout + ANSWER_SECONDS)
+
+
+async def _together(state: ServerState, task: JoinGroup | TakeTensors, seconds: float) -> None:
+    """Where it has failed on some ranks alone, the others leave the group as these have: it can be
+    joined again by all or by none. Raises: RequestError"""
+    replies = await heard(state.manager.ask(AskRanks(task=task), seconds))
+    problems = [each.problem for each in replies if each.problem]
+    if 0 < len(problems) < len(replies):
+        await heard(state.manager.ask(AskRanks(task=LeaveGroup(task.group)), RANK_SECONDS))
+    if problems:
+        raise RequestError(problems[0])
