@@ -1,4 +1,5 @@
-"""``launch_server``, but it does not outlive the process that started it, however that ends."""
+"""``launch_server``, but it does not outlive the process that started it, however that ends. The
+first argument is the pid of that one."""
 
 import sys
 
@@ -6,5 +7,5 @@ from mamba_eagle import launch_server
 from mamba_eagle.message.lifetime import die_with_parent
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent(int(sys.argv.pop(1)))
     sys.exit(launch_server.main())

@@ -1,6 +1,7 @@
 """One server as a child process, and requests passed on to it byte by byte."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -50,9 +51,9 @@ class ServerChild:
     def __init__(self, flags: Sequence[str], host: str = "127.0.0.1") -> None:
         port = free_port()
         self.url = f"http://{host}:{port}"
-        command = [sys.executable, "-m", "mamba_eagle.cluster.guarded_server", *flags]
+        command = [sys.executable, "-m", "mamba_eagle.cluster.guarded_server", str(os.getpid())]
         # The last of two equal flags counts.
-        command += ["--host", host, "--port", str(port)]
+        command += [*flags, "--host", host, "--port", str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.client = httpx.AsyncClient(
             base_url=self.url,

@@ -41,6 +41,7 @@ def begin(role: str) -> Start:
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
     parser.add_argument("--rank", type=int, default=0, help="of several runners")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of who starts it")
     arguments = parser.parse_args()
     # Both may be sent to the whole process group; the server process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,7 +49,7 @@ def begin(role: str) -> Start:
     signal.signal(END_SIGNAL, _end_at_once)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
-    die_with_parent()
+    die_with_parent(arguments.parent)
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
     logs.set_up(config.log_level, config.log_format, role_name(role, arguments.rank))
     return Start(config, arguments.socket_dir, arguments.rank)
@@ -81,14 +82,14 @@ def ignore_end_signal() -> None:
     signal.signal(END_SIGNAL, signal.SIG_IGN)
 
 
-def die_with_parent() -> None:
-    """Make sure that this process is killed when its parent ends for any reason.
+def die_with_parent(parent: int) -> None:
+    """Make sure that this process is killed when its parent ends for any reason. parent: its pid,
+    which the process itself can ask for only as long as the parent is there.
 
     On Linux the kernel does it at once. Strictly, it acts when the parent's *thread* that started
     this process ends, so start it from a thread that lives as long as the parent. Elsewhere, and
     if the parent was gone before this call, a thread that looks every second does it.
     """
-    parent = os.getppid()
     killed_with_parent()
 
     def watch() -> None:

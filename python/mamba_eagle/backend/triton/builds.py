@@ -189,7 +189,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when this process ends
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+    die_with_parent(os.getppid())
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed

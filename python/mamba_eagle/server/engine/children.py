@@ -116,6 +116,7 @@ def engine_child(kind: str, rank: int, socket_dir: str, on_end: Callable[[Child]
     """A scheduler or a runner. Raises: OSError"""
     command = [sys.executable, "-m", f"mamba_eagle.{kind}.process", "--socket-dir", socket_dir]
     command += ["--config-file", str(Path(socket_dir, SETTINGS)), "--rank", str(rank)]
+    command += ["--parent", str(os.getpid())]
     return Child(role_name(kind, rank), command, on_end, RANK_ENVIRONMENT)
 
 

@@ -172,10 +172,21 @@ def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
     assert rig.process.stderr.read() == ""
 
 
+def test_a_process_whose_parent_went_before_it_began_ends(tmp_path):
+    """It would wait for ranks for ever."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dataclasses.asdict(EngineConfig())))
+    command = [sys.executable, "-m", "mamba_eagle.scheduler.process", "--parent", str(gone.pid)]
+    command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
+    assert subprocess.run(command, timeout=WAIT_SECONDS, check=False).returncode == 1
+
+
 def test_a_child_does_not_outlive_its_parent():
     child = (
         "import time; from mamba_eagle.message.lifetime import die_with_parent;"
-        "die_with_parent(); print('ready', flush=True); time.sleep(60)"
+        "import os; die_with_parent(os.getppid()); print('ready', flush=True); time.sleep(60)"
     )
     parent = (
         "import subprocess, sys;"
