@@ -78,12 +78,12 @@ class Renewal:
             before = self.kept.config
             config = other_folders(before, asked.weights)
             wrong = self._complete(asked.weights, before) or update_problems(config, before)
-            refused = self.kept.ranks.smallest([not wrong]) == [0]
-            kept, gone = (before, config) if refused else (config, before)
+            found = self.kept.ranks.every("\n".join(wrong), str)
+            kept, gone = (before, config) if any(found) else (config, before)
             if self.writes:
                 forget(folders_of(gone) - folders_of(kept))
-            if refused:
-                return "\n".join(wrong) or "another rank has refused the weights: see its log"
+            if any(found):
+                return next(filter(None, found))
             self.kept = self.kept._replace(config=config)
             if not asked.release and self._refilled(config):
                 return ""

@@ -149,13 +149,18 @@ def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
     assert not received()  # what was served until the end goes with its processes
 
 
+def first_rank() -> psutil.Process:
+    """Of an engine with processes of its own; it writes what all receive."""
+    commands = {tuple(each.cmdline()[2:9:6]): each for each in psutil.Process().children()}
+    return commands["mamba_eagle.runner.process", "0"]
+
+
 def test_a_rank_that_fails_alone_takes_the_others_out_of_the_group(other: Path) -> None:
-    """The first one writes what comes, and its disk is full. Then all may meet again."""
+    """Its disk is full. Then all may meet again."""
     settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8}
     with Engine(tp_size=2, **settings) as engine:
         before = texts(engine)
-        commands = {tuple(each.cmdline()[2::6]): each for each in psutil.Process().children()}
-        first = commands["mamba_eagle.runner.process", "0"]
+        first = first_rank()
         path = "/update_weights_from_distributed"
         for limit in (5000, psutil.RLIM_INFINITY):
             first.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
@@ -165,6 +170,20 @@ def test_a_rank_that_fails_alone_takes_the_others_out_of_the_group(other: Path) 
             assert answer.status == (400 if limit == 5000 else 200), answer.body
             assert (texts(engine) == before) == (limit == 5000)
             trains.end()
+    assert not received()
+
+
+def test_what_one_rank_alone_finds_is_what_a_caller_hears(other: Path) -> None:
+    """Its disk is full before the checkpoint is whole; another rank answers, and sees no more than
+    half of one."""
+    with Engine(pp_size=2, device="cpu", max_running_requests=8) as engine:
+        trains = Trainer(engine, other, ranks=2)
+        trains.join()
+        smallest = min(trains.weights, key=lambda name: trains.weights[name].nbytes)
+        first_rank().rlimit(psutil.RLIMIT_FSIZE, (4000, psutil.RLIM_INFINITY))
+        with pytest.raises(EngineError, match="what was received: .*File too large"):
+            call(engine, "/update_weights_from_distributed", **trains.send([smallest]))
+        trains.end()
     assert not received()
 
 
