@@ -42,7 +42,7 @@ def to_tokenize(path: str, body: bytes) -> list[int] | dict[str, Any]:
 def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

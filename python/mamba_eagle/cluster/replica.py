@@ -95,9 +95,8 @@ class ServerChild:
 
 async def forward(client: httpx.AsyncClient, request: Forwarded) -> AsyncIterator[Head | bytes]:
     """The reply: its head, then its body as it comes. Leaving the loop ends the request."""
-    sent = client.stream(
-        request.method, request.path, headers=request.headers, content=request.body
-    )
+    headers = httpx.Headers(request.headers, encoding="latin-1")  # as Starlette has read the bytes
+    sent = client.stream(request.method, request.path, headers=headers, content=request.body)
     async with sent as reply:
         yield Head(reply.status_code, end_to_end(reply.headers.multi_items()))
         async for piece in reply.aiter_raw():

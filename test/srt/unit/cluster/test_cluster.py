@@ -17,6 +17,7 @@ from mamba_eagle.server.apis.openai.chat_body import Rendered
 
 def posted(path: str, **body: Any) -> Forwarded:
     headers = [("content-type", "application/json"), ("x-request-id", "abc")]
+    headers += [("user-agent", "caf\xc3\xa9")]  # bytes of UTF-8, as an ingress has them
     return Forwarded("", "POST", path, headers, json.dumps(body).encode())
 
 
@@ -66,7 +67,8 @@ def test_what_a_router_compares(body: Any, prompt: str) -> None:
 
 
 def test_a_broken_body_is_left_to_the_server() -> None:
-    assert prompt_of(b"{") == ""
+    for body in (b"{", b"[" * 100_000):
+        assert prompt_of(body) == ""
     assert end_to_end([("Host", "a"), ("Content-Length", "3"), ("Accept", "b")]) == [
         ("Accept", "b")
     ]
