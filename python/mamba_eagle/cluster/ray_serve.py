@@ -13,6 +13,7 @@ beginning went to before, as Ray's own router remembers; bytes go through as the
 """
 
 import argparse
+import asyncio
 import importlib
 import json
 import logging
@@ -130,6 +131,9 @@ class Ingress:
         parts = self.replicas.remote(forwarded)
         try:
             head = await anext(parts)
+        except asyncio.CancelledError:  # the client has left; the replica has not heard of that
+            parts.cancel()
+            raise
         except Exception:
             log.exception("a request was lost with its replica")
             return _lost()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from server_harness import listening, run, says, serving, silent
+from starlette.requests import Request
 
 from mamba_eagle.cluster.prompts import MAX_COMPARED, RENDERED, prompt_of, to_tokenize
 from mamba_eagle.cluster.replica import Forwarded, Head, end_to_end, forward
@@ -48,6 +50,39 @@ def test_a_stream_comes_in_pieces_and_leaving_it_ends_the_request() -> None:
                 await asyncio.sleep(0.005)
 
     run(test())
+
+
+def test_leaving_before_the_reply_begins_ends_the_request() -> None:
+    ray_serve = pytest.importorskip("mamba_eagle.cluster.ray_serve", reason="needs [ray]")
+    asked, cancelled = asyncio.Event(), []
+
+    class Parts:
+        """Of a replica that has nothing to say yet; the handle that gives them, too."""
+
+        def options(self, *_: Any, **__: Any) -> Parts:
+            return self
+
+        remote = options
+
+        async def __anext__(self) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        def cancel(self) -> None:
+            cancelled.append(True)
+
+    async def test() -> None:
+        parts = Parts()
+        ingress = ray_serve.Ingress(parts)
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+        body = {"type": "http.request", "body": b"{}"}
+        replying = asyncio.ensure_future(ingress(Request(scope, AsyncMock(return_value=body))))
+        await asked.wait()
+        replying.cancel()
+        await asyncio.wait([replying])
+        assert replying.cancelled() and cancelled
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(
