@@ -53,6 +53,7 @@ PREFIX_ROUTER = (
 )
 EVENT_ROUTER = "mamba_eagle.cluster.event_router:EventRouter"
 ROUTERS = ("auto", "events", "prefix", "load")
+OF_PROXY = ("date", "server", "x-request-id")  # Ray's adds its own; the last is what it passes on
 # Nothing here blocks an event loop, so requests need not change threads in each process. Ray's
 # processes inherit these where the command starts them; a runtime_env would not reach all of them.
 SHORT_HOPS = {
@@ -138,7 +139,8 @@ class Ingress:
             log.exception("a request was lost with its replica")
             return _lost()
         reply = StreamingResponse(_body(parts), head.status)
-        reply.raw_headers = [(name.encode(), value.encode()) for name, value in head.headers]
+        kept = ((name, value) for name, value in head.headers if name not in OF_PROXY)
+        reply.raw_headers = [(name.encode(), value.encode()) for name, value in kept]
         return reply
 
 

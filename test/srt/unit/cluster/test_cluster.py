@@ -52,35 +52,50 @@ def test_a_stream_comes_in_pieces_and_leaving_it_ends_the_request() -> None:
     run(test())
 
 
-def test_leaving_before_the_reply_begins_ends_the_request() -> None:
+class Parts:
+    """Of a reply whose head comes, if there is one; the handle that gives them, too."""
+
+    def __init__(self, head: Head | None = None) -> None:
+        self.head, self.asked, self.cancelled = head, asyncio.Event(), False
+
+    def options(self, *_: Any, **__: Any) -> Parts:
+        return self
+
+    remote = options
+
+    async def __anext__(self) -> Head:
+        self.asked.set()
+        return self.head or await asyncio.Future()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def ingress_asked(parts: Parts) -> Any:
     ray_serve = pytest.importorskip("mamba_eagle.cluster.ray_serve", reason="needs [ray]")
-    asked, cancelled = asyncio.Event(), []
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    body = {"type": "http.request", "body": b"{}"}
+    return ray_serve.Ingress(parts)(Request(scope, AsyncMock(return_value=body)))
 
-    class Parts:
-        """Of a replica that has nothing to say yet; the handle that gives them, too."""
 
-        def options(self, *_: Any, **__: Any) -> Parts:
-            return self
-
-        remote = options
-
-        async def __anext__(self) -> None:
-            asked.set()
-            await asyncio.Event().wait()
-
-        def cancel(self) -> None:
-            cancelled.append(True)
-
+def test_leaving_before_the_reply_begins_ends_the_request() -> None:
     async def test() -> None:
         parts = Parts()
-        ingress = ray_serve.Ingress(parts)
-        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
-        body = {"type": "http.request", "body": b"{}"}
-        replying = asyncio.ensure_future(ingress(Request(scope, AsyncMock(return_value=body))))
-        await asked.wait()
+        replying = asyncio.ensure_future(ingress_asked(parts))
+        await parts.asked.wait()
         replying.cancel()
         await asyncio.wait([replying])
-        assert replying.cancelled() and cancelled
+        assert replying.cancelled() and parts.cancelled
+
+    asyncio.run(test())
+
+
+def test_no_header_of_rays_proxy_comes_twice() -> None:
+    names = ("date", "server", "x-request-id", "content-type", "retry-after")
+
+    async def test() -> None:
+        reply = await ingress_asked(Parts(Head(503, [(name, "1") for name in names])))
+        assert reply.raw_headers == [(b"content-type", b"1"), (b"retry-after", b"1")]
 
     asyncio.run(test())
 
