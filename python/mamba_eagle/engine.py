@@ -21,6 +21,7 @@ from mamba_eagle.chat.format import chat_problems
 from mamba_eagle.config import ConfigError, ServerConfig, from_keywords
 from mamba_eagle.engine_loop import EngineError, EngineLaunch, EngineLoop, ThreadLaunch
 from mamba_eagle.resolve import resolve
+from mamba_eagle.server.bodies.grammars import whitespace_problems
 from mamba_eagle.server.http.asgi_client import Call
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -57,7 +58,7 @@ class Engine(EngineLoop):
         """
         known = {"log_level": "warning", "model_path": model_path, **settings}
         config = from_keywords(ServerConfig, "Engine", known)
-        problems = chat_problems(config)
+        problems = chat_problems(config) + whitespace_problems(config)
         if config.nnodes > 1:
             problems.append("nnodes: is for a server; an Engine runs on one machine")
         elif in_process and config.num_ranks > 1:

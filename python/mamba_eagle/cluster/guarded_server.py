@@ -1,5 +1,5 @@
-"""``launch_server``, but it does not outlive the process that started it, however that ends. The
-first argument is the pid of that one."""
+"""``launch_server``, but it does not outlive the process that started it, however that ends.
+Its first argument is that process's pid."""
 
 import sys
 

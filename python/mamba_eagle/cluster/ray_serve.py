@@ -34,6 +34,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mamba_eagle.cluster.prompts import prompt_of
 from mamba_eagle.cluster.replica import (
+    CHARSET,
     EventSource,
     Forwarded,
     Head,
@@ -140,7 +141,7 @@ class Ingress:
             return _lost()
         reply = StreamingResponse(_body(parts), head.status)
         kept = ((name, value) for name, value in head.headers if name not in OF_PROXY)
-        reply.raw_headers = [(name.encode(), value.encode()) for name, value in kept]
+        reply.raw_headers = [(name.encode(CHARSET), value.encode(CHARSET)) for name, value in kept]
         return reply
 
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
 import httpx
@@ -17,6 +17,7 @@ HOP_HEADERS = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding")
 )
 POLL_SECONDS = 0.2
+CHARSET = "latin-1"  # of headers, as Starlette reads them: no byte changes
 
 
 class Forwarded(NamedTuple):
@@ -95,15 +96,19 @@ class ServerChild:
 
 async def forward(client: httpx.AsyncClient, request: Forwarded) -> AsyncIterator[Head | bytes]:
     """The reply: its head, then its body as it comes. Leaving the loop ends the request."""
-    headers = httpx.Headers(request.headers, encoding="latin-1")  # as Starlette has read the bytes
+    headers = httpx.Headers(request.headers, encoding=CHARSET)
     sent = client.stream(request.method, request.path, headers=headers, content=request.body)
     async with sent as reply:
-        yield Head(reply.status_code, end_to_end(reply.headers.multi_items()))
+        raw = (
+            (name.lower().decode(CHARSET), value.decode(CHARSET))
+            for name, value in reply.headers.raw
+        )
+        yield Head(reply.status_code, end_to_end(raw))
         async for piece in reply.aiter_raw():
             yield piece
 
 
-def end_to_end(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def end_to_end(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Without those that belong to one connection."""
     return [(name, value) for name, value in headers if name.lower() not in HOP_HEADERS]
 

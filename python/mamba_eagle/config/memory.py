@@ -67,7 +67,7 @@ class MemorySettings(Settings):
         "trainers compute them; without, the model's own, at temperature 1",
     )
     queue_timeout: float = setting(
-        0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
+        0.0, "seconds that a request may wait to be started; then it gets status 504; 0: no limit"
     )
     disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
     kv_events_config: str = setting(

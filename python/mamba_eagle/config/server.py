@@ -96,7 +96,7 @@ class HttpSettings(Settings):
         "'incremental' comes first",
     )
     request_timeout: float = setting(
-        0.0, "seconds that a request may take; then it gets status 504; 0: any"
+        0.0, "seconds that a request may take; then it gets status 504; 0: no limit"
     )
     log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
     log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")

@@ -6,6 +6,7 @@ import torch
 
 TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
 _DEPENDENT_LAUNCH = (9, 0)
+PROCESSORS = 132  # a Hopper GPU's multiprocessors, for which configurations are chosen
 
 
 @cache  # asked in every step

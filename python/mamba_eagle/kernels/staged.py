@@ -32,6 +32,7 @@ class Staged:
         except OutOfResources as error:
             if error.name != "shared memory" or stages == 1:
                 raise
-            fitting = stages * error.limit // error.required
-            self._fitting[tuple(given.values())] = max(1, min(fitting, stages - 1))
+            # a loop of n stages holds what n - 1 of them have read
+            fitting = 1 + (stages - 1) * error.limit // error.required
+            self._fitting[tuple(given.values())] = min(fitting, stages - 1)
         return self._launch(launch, *args, STAGES=STAGES, **given)

@@ -43,8 +43,8 @@ class Policy(NamedTuple):
         """Of a weight [..., out, in] that is stored in 16 or 32 bits; None: it keeps them."""
         (rows, columns), head = weight.shape[-2:], name == HEAD and not self.lm_head
         if self.mode in ("fp8", "nvfp4"):
-            # A single row takes longer in few bits. What has fewer rows than a block, such as the
-            # gates of a delta rule, checkpoints in blocks publish in 16 bits.
+            # A single row takes longer in few bits. Checkpoints in blocks publish the gates of a
+            # delta rule, which have fewer rows than a block, in 16 bits.
             misfit = rows < max(2, self.block) or columns % MULTIPLE
             return None if misfit or head else 8 if self.mode == "fp8" else 4
         if self.mode not in ("int8", "int4") or columns % GROUP:

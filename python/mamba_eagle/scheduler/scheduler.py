@@ -35,7 +35,7 @@ class Scheduler(Planner):
     ) -> None:
         """prompts_first: as for ``Planner``."""
         super().__init__(config, runner, prompts_first)
-        self.queue_timeout = config.queue_timeout  # seconds; 0: any
+        self.queue_timeout = config.queue_timeout  # seconds; 0: no limit
         self.results = StepResults(
             runner, self.shape, self.policy, self.slots, self.prefill, self.stats, self._forget
         )

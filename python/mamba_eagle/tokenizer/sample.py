@@ -172,7 +172,7 @@ class LiveRequest:
     def __init__(self, rid: str, prompts: Sequence[Generate] = ()) -> None:
         self.rid = rid
         self.prompts = prompts
-        self.timeout = 0.0  # seconds from arrival to the end; 0: any
+        self.timeout = 0.0  # seconds from arrival to the end; 0: no limit
         self.kept_tokens: frozenset[int] = frozenset()  # special tokens that its texts keep
         self.trace_parent = ""  # the caller's span, as its traceparent header names it
         self.samples: list[Sample] = []

@@ -346,6 +346,8 @@ def test_errors_are_those_of_the_server(engine: Engine) -> None:
         Engine(speculative_steps=3)
     with pytest.raises(ConfigError, match="--quantization 'fp4': must be one of auto, fp8"):
         Engine(quantization="fp4")
+    with pytest.raises(ConfigError, match="--constrained-json-whitespace-pattern"):
+        Engine(constrained_json_whitespace_pattern="[ ")
     for folder in ("/no/such/model", Path("/no/such/model")):
         with pytest.raises(ConfigError, match="--model-path /no/such"):
             Engine(folder)

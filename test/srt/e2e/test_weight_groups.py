@@ -151,8 +151,11 @@ def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
 
 def first_rank() -> psutil.Process:
     """Of an engine with processes of its own; it writes what all receive."""
-    commands = {tuple(each.cmdline()[2:9:6]): each for each in psutil.Process().children()}
-    return commands["mamba_eagle.runner.process", "0"]
+    wanted = ("mamba_eagle.runner.process", "--rank 0")
+    children = psutil.Process().children()
+    return next(
+        each for each in children if all(part in " ".join(each.cmdline()) for part in wanted)
+    )
 
 
 def test_a_rank_that_fails_alone_takes_the_others_out_of_the_group(other: Path) -> None:

@@ -276,18 +276,21 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
     device = device_of(form)
     block = BLOCK if PRODUCTS[case].weight == "block" else None
     tiles = [triton_prompts.choose_tiles(n, block is not None) for n in triton_prompts.SIZES]
-    config = triton.choose_config(5, 113, block is not None)
+    configs = [  # of weights of which each program has a multiprocessor of its own, and of others
+        triton.choose_config(n, rows, block is not None)
+        for n in (5, 64)
+        for rows in (113, 5120, 20000)
+    ]
     if not GPU:
-        tiles, config = [triton_prompts.Tiles(32, 16, 4, 2)], triton.Config(32, 16, 4, 2)
+        tiles, configs = [triton_prompts.Tiles(32, 16, 4, 2)], [triton.Config(32, 16, 4, 2)]
     sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 176}
     x, weight, scale, bias = draw(PRODUCTS[case]._replace(**sizes))
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
-    wanted = triton.product(moved(x, device), *given, torch.float32, block, config)
+    wanted = triton.product(moved(x, device), *given, torch.float32, block, configs[0])
     for each in tiles:
         found = triton_prompts.product(moved(x, device), *given, torch.float32, block, each)
         assert torch.equal(found, wanted), each
-    if GPU:
-        config = triton.choose_config(64, 113, block is not None)
+    for config in configs[1:]:
         found = triton.product(moved(x, device), *given, torch.float32, block, config)
         assert torch.equal(found, wanted), config
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.gpu import PROCESSORS, cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done, split_dot
 
@@ -49,7 +49,7 @@ class Config(NamedTuple):
     step: int = 128  # inputs per iteration, a divisor of ``chunk``
     stages: int = 4
     warps: int = 4
-    programs: int = 132  # of expand, at least, if it can be: one per multiprocessor of an H100
+    programs: int = PROCESSORS  # of expand, at least, if it can be
 
 
 CHANNELS = 64  # outputs that a program of expand makes at once

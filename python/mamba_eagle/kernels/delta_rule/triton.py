@@ -29,7 +29,7 @@ from mamba_eagle.kernels.delta_rule.rows import (
     float32_dot,
     has_channel_decay,
 )
-from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
+from mamba_eagle.kernels.gpu import PROCESSORS, next_power_of_2, overlapping
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, split_dot
 
@@ -411,7 +411,8 @@ def _node_weights(
         rows.u.shape[1],
         M,
         PART=min(32 if form["CHANNELS"] else 128, N),
-        num_warps=4 if b * H <= 132 else 2 if b * H <= 528 else 1,  # of a Hopper GPU's processors
+        # several programs of few warps hide each other's waits
+        num_warps=4 if b * H <= PROCESSORS else 2 if b * H <= 4 * PROCESSORS else 1,
         **form,
     )
     return NodeWeights(lines, decayed)

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
-from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
+from mamba_eagle.kernels.gpu import (
+    PROCESSORS,
+    cdiv,
+    launches_overlap,
+    next_power_of_2,
+    overlapping,
+)
 from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, fetch_ahead, previous_done
 
@@ -146,7 +152,7 @@ class Config(NamedTuple):
     stages: int  # iterations in flight
     ahead: int = 0  # as in kernels/linear
     tokens_first: bool = False  # with scales of blocks: the factor with at least 64 numbers
-    blocks: int = 2  # of columns, an iteration: likewise
+    blocks: int = 2  # of columns per iteration, with scales of blocks
 
 
 # columns of an iteration, which are summed up in the tensor cores before they are added
@@ -241,8 +247,8 @@ def _block_sums(w, t, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def _scales(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
-    """Of BLOCKS sums: the weight's from ``block`` on, beyond the last one that again, and those of
-    the inputs' groups [tokens]; of no groups: group_stride is None."""
+    """Scales of BLOCKS sums: the weight's from ``block`` on (beyond the end the last one again) and
+    those of the inputs' groups, [tokens] each; group_stride None: inputs have no groups."""
     found = ()
     for i in tl.static_range(BLOCKS):
         at = tl.minimum(block + i, blocks_in - 1)
@@ -350,8 +356,7 @@ def _join_kernel(
     tl.store(y + token * out + row, total, mask=is_row)
 
 
-PROCESSORS = 132  # of a Hopper GPU
-ALONE = PROCESSORS * 64  # rows up to which each program has one of them
+ALONE = PROCESSORS * 64  # rows up to which each program has a multiprocessor
 
 
 def choose_config(n: int, rows: int, blocks: bool) -> Config:

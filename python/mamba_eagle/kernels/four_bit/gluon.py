@@ -21,8 +21,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mamba_eagle.kernels.four_bit import triton as by_compiler
-from mamba_eagle.kernels.four_bit.triton import PROCESSORS, Weight
-from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, cdiv, overlapping
+from mamba_eagle.kernels.four_bit.triton import Weight
+from mamba_eagle.kernels.gpu import PROCESSORS, TENSOR_CORES, capability, cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
 MAX_TOKENS = 16

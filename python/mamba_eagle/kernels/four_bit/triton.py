@@ -28,7 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
-from mamba_eagle.kernels.gpu import cdiv, launches_overlap, next_power_of_2, overlapping
+from mamba_eagle.kernels.gpu import (
+    PROCESSORS,
+    cdiv,
+    launches_overlap,
+    next_power_of_2,
+    overlapping,
+)
 from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, fetch_ahead, previous_done
 
@@ -426,7 +432,6 @@ def _placed(units: Tensor, places: Places) -> Tensor:
     return found.to(torch.int16)
 
 
-PROCESSORS = 132  # a Hopper GPU's multiprocessors
 EVEN = 0.84  # share of the multiprocessors' time that equal programs must fill
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 
@@ -127,7 +126,6 @@ def _walk(
 
 
 # not specialized: layers 1 and 16 should not need new machine code
-@Staged
 @triton.jit(do_not_specialize=["layer"])
 def _scan_kernel(
     x,  # [n, H*P], rows x_stride apart

@@ -295,8 +295,8 @@ def choose_config(
     splits = 1
     while splits < MAX_SPLITS:
         # from 16 shares on, joining more costs more than a second program saves
-        most = PROGRAMS if splits < 16 else PROGRAMS // 2
-        if splits * 2 * batch * kv_heads * tiles > most:
+        programs = PROGRAMS if splits < 16 else PROGRAMS // 2
+        if splits * 2 * batch * kv_heads * tiles > programs:
             break
         splits *= 2
     # on a short prefix, joining shares costs more than it saves unless the device is nearly idle

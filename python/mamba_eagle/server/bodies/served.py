@@ -26,7 +26,7 @@ from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.sample import LiveRequest
 
-SECONDS = f"must be 0 (any), or at most {MAX_TIMEOUT:.0f} seconds"
+SECONDS = f"must be 0 (no limit) or at most {MAX_TIMEOUT:.0f} seconds"
 TIMEOUT = kinds.number(0, MAX_TIMEOUT, must=SECONDS)
 PIN = kinds.number(0, MAX_PIN_SECONDS, must=f"must be 0 to {MAX_PIN_SECONDS}")
 PRIORITY = kinds.integer(-MAX_PRIORITY, MAX_PRIORITY)
@@ -42,7 +42,8 @@ class Served(Body):
     HARMLESS = known.HARMLESS
 
     timeout: Annotated[float, TIMEOUT] = says(
-        "seconds from arrival to the end; 0: any; the server's `--request-timeout` may be shorter",
+        "seconds from arrival to the end; 0: no limit; the server's `--request-timeout` may be "
+        "shorter",
         0.0,
     )
     priority: Annotated[int, PRIORITY] = says(

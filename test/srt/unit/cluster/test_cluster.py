@@ -91,11 +91,17 @@ def test_leaving_before_the_reply_begins_ends_the_request() -> None:
 
 
 def test_no_header_of_rays_proxy_comes_twice() -> None:
-    names = ("date", "server", "x-request-id", "content-type", "retry-after")
+    given = [
+        ("date", "1"),
+        ("server", "1"),
+        ("x-request-id", "1"),
+        ("content-type", "1"),
+        ("x", "\xe9"),
+    ]
 
     async def test() -> None:
-        reply = await ingress_asked(Parts(Head(503, [(name, "1") for name in names])))
-        assert reply.raw_headers == [(b"content-type", b"1"), (b"retry-after", b"1")]
+        reply = await ingress_asked(Parts(Head(503, given)))
+        assert reply.raw_headers == [(b"content-type", b"1"), (b"x", b"\xe9")]
 
     asyncio.run(test())
 

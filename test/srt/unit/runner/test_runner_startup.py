@@ -198,10 +198,8 @@ def test_a_containers_limit_bounds_the_memory(tmp_path: Path) -> None:
 
 def test_help_says_how_many_slots_there_are_at_most() -> None:
     slots = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(EngineConfig)}
-    assert (
-        f"on a CPU {Host.max_kv_slots} and on a GPU {Cuda.max_kv_slots} at most"
-        in (slots["max_total_tokens"])
-    )
+    most = f"on a CPU {Host.max_kv_slots} and on a GPU {Cuda.max_kv_slots} at most"
+    assert most in slots["max_total_tokens"]
     assert f"on a CPU {Host.max_cached_states} at most" in slots["max_mamba_cache_size"]
 
 

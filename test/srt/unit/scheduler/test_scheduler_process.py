@@ -180,7 +180,8 @@ def test_a_process_whose_parent_went_before_it_began_ends(tmp_path):
     file.write_text(json.dumps(dataclasses.asdict(EngineConfig())))
     command = [sys.executable, "-m", "mamba_eagle.scheduler.process", "--parent", str(gone.pid)]
     command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
-    assert subprocess.run(command, timeout=WAIT_SECONDS, check=False).returncode == 1
+    ended = subprocess.run(command, timeout=WAIT_SECONDS, check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_a_child_does_not_outlive_its_parent():

@@ -274,8 +274,8 @@ async def _join(state: ServerState, meeting: Meeting, name: str, backend: str) -
 
 
 async def _together(state: ServerState, task: JoinGroup | TakeTensors, seconds: float) -> None:
-    """Where it has failed on some ranks alone, the others leave the group as these have: it can be
-    joined again by all or by none. Raises: RequestError"""
+    """Ranks that fail leave the group. If only some did, the others leave too, so that all can join
+    again. Raises: RequestError"""
     replies = await heard(state.manager.ask(AskRanks(task=task), seconds))
     problems = [each.problem for each in replies if each.problem]
     if 0 < len(problems) < len(replies):
