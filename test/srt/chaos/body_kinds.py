@@ -96,7 +96,7 @@ ANTHROPIC = {
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "temperature": [-1, 1e39, 1e300, -1e-9],
     "top_p": [0, -1, 1.01],
-    "top_k": [0, -2],
+    "top_k": [-2],
     "min_p": [-0.1, 1.5],
     "frequency_penalty": [-2.5, 1e39],
     "presence_penalty": [2.5],
@@ -113,7 +113,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "min_tokens": [-1, 5],
     "model": ["x" * 513],
     "logprobs": [-1, 65],
-    "timeout": [0, -1, 1e9],
+    "timeout": [-1, 1e9],
     "priority": [2**31, -(2**31)],
     "cache_salt": ["x" * 257],
     "pin_seconds": [-1, 3601],
