@@ -25,6 +25,7 @@ from mamba_eagle.backend.triton.builds import Builders, dry_run
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.kernels.four_bit.triton import Config, Weight
+from mamba_eagle.kernels.gpu import PROCESSORS
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 GROUPS = {"nvfp4": (16,), "int4": (128, 32)}  # the first that fits
@@ -64,7 +65,6 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int, int, bool]]] = {
         (128, 128, 64, 1, 8, 2, 0, 1), (64, 256, 32, 1, 4, 3, 0, 1),
     ],
 }  # fmt: skip
-PROCESSORS = 132
 
 Call = Callable[[int], Tensor]  # which copy of the weight
 

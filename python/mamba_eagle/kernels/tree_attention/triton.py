@@ -292,12 +292,9 @@ def choose_config(
         # outside of shared memory; float32 does not have to be fast
         rows = min(rows, 32)
     tiles = cdiv(nodes * heads // kv_heads, rows)
-    splits = 1
-    while splits < MAX_SPLITS:
-        # from 16 shares on, joining more costs more than a second program saves
-        programs = PROGRAMS if splits < 16 else PROGRAMS // 2
-        if splits * 2 * batch * kv_heads * tiles > programs:
-            break
+    splits, programs = 1, batch * kv_heads * tiles
+    # from 16 shares on, joining more costs more than a second program saves
+    while splits < MAX_SPLITS and splits * 2 * programs <= PROGRAMS // (1 if splits < 16 else 2):
         splits *= 2
     # on a short prefix, joining shares costs more than it saves unless the device is nearly idle
     least = max(64, rows) if splits > 8 else 256
