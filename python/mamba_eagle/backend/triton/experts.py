@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.triton.products import SIXTEEN_BITS
 from mamba_eagle.kernels.experts import triton as kernels
+from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
@@ -58,8 +59,7 @@ TILES_FLOAT8 = [
 TILES_BLOCKS = [
     Sizes(MAX_ROUNDED_AS_READ, Config(64, 16, 128, 4, 4), Config(128, 16, 128, 4, 2)),
     Sizes(512, *[Config(64, 32, 128, 4, 3)] * 2),
-    Sizes(2048, *[Config(64, 64, 128, 4, 3)] * 2),
-    Sizes(2**31, *[Config(64, 128, 128, 8, 3)] * 2),
+    Sizes(2**31, *[Config(64, 64, 128, 4, 3)] * 2),
 ]
 
 
@@ -123,7 +123,7 @@ def fuse_experts(
 
 class FusedExperts(ExpertLayer):
     """One token: no sorting. More: tiles of its tokens by expert. Prompts in 16 bits: a library's
-    grouped products."""
+    grouped products; with scales of blocks: kernels of their own."""
 
     def __init__(
         self,
@@ -140,8 +140,10 @@ class FusedExperts(ExpertLayer):
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8 and not exact
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
+        self.prompts = False  # whether those of many tokens have kernels of their own
         if up.block:
             tiles = TILES_BLOCKS
+            self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and prompts.fits(up, down)
         self.forms = tiles if exact else [few, *tiles]
         self.max_shared = 0 if exact else MAX_SHARED
         self.max_rounded_as_read = 0 if exact else MAX_ROUNDED_AS_READ  # by other bits
@@ -154,7 +156,9 @@ class FusedExperts(ExpertLayer):
     @property
     def sizes(self) -> tuple[int, ...]:
         router = (1, 17, 33)  # tokens from which its tiles are larger
-        return (*router, *(sizes.tokens + 1 for sizes in self.forms[:-1]), MAX_SHARED + 1)
+        many = prompts.SIZES if self.prompts else ()
+        tiles = (sizes.tokens + 1 for sizes in self.forms[:-1])
+        return (*router, *tiles, *many, MAX_SHARED + 1)
 
     def __call__(
         self,
@@ -188,6 +192,9 @@ class FusedExperts(ExpertLayer):
 
     def _each(self, x: Tensor, pairs: Pairs) -> Tensor:
         """[pairs, size], in the order of triton.py."""
+        if self.prompts and len(x) >= prompts.SIZES[0]:
+            place = sort_pairs(pairs.routes.experts, self.count)
+            return prompts.gated_experts(x, self.up, self.down, place)
         above, below = self._config(len(x))
         given, rounding = Marked(x, pairs.routes.weights), self.up.rounding
         once = len(x) > self.max_rounded_as_read  # whether groups are rounded by launches
