@@ -123,7 +123,7 @@ class GatedAttention(RotaryAttention):
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         both, k, v = self.projected(hidden, 2 * self.config.num_heads)
-        q, gate = both[:, ::2].contiguous(), both[:, 1::2]
+        q, gate = both[:, ::2], both[:, 1::2]
         q, k = self.place(q, k, ctx)
         seen = ctx.attention(self, q, k, v)
         return self.o_proj(self._ops.gate_by_sigmoid(seen, gate).flatten(1))

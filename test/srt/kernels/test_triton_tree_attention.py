@@ -203,8 +203,10 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
             at = written.to(DEVICE)
             for pool in (pool_k, pool_v):
                 pool[at] = normal(len(written), kv_heads, D).to(pool)
-    packed = normal(b * T, heads + 2 * kv_heads, D).to(pool_k)  # as one product gives them
-    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
+    # as one product gives them, with a gate beside each query
+    packed = normal(b * T, 2 * (heads + kv_heads), D).to(pool_k)
+    queries, k, v = packed.split([2 * heads, kv_heads, kv_heads], dim=1)
+    q = queries[:, ::2]
     prefix = torch.tensor([*case.prefix, *[0] * case.padding])
     indices = (slot_table, slots, prefix, own, torch.stack(visible))
     indices = (part.contiguous().to(DEVICE) for part in indices)

@@ -114,7 +114,7 @@ class FlashInferPrompts:
         self.pool.write(layer.index, self.write_slots, k, v)
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return self.wrapper.run(q, (keys[:, None], values[:, None]), out=out)
+        return self.wrapper.run(q.contiguous(), (keys[:, None], values[:, None]), out=out)
 
     def _planned(self, layer: AttentionView, q: Tensor, k: Tensor) -> Any:
         heads = (q.shape[1], k.shape[1], q.shape[2])

@@ -76,7 +76,7 @@ def _begin(length, window, HAS_WINDOW: tl.constexpr):
 @Staged
 @triton.jit(do_not_specialize=["E", "splits", "least", "window"])
 def _tree_attention_kernel(
-    q,  # [b*T, heads, D], rows q_stride apart
+    q,  # [b*T, heads, D], rows q_stride and heads q_head_stride apart
     k,  # [b*T, kv_heads, D], rows k_stride apart
     v,  # [b*T, kv_heads, D], rows v_stride apart
     pool_k,  # [KV slots, kv_heads, D]
@@ -93,6 +93,7 @@ def _tree_attention_kernel(
     window,
     scale,
     q_stride,
+    q_head_stride,
     k_stride,
     v_stride,
     positions,
@@ -136,7 +137,8 @@ def _tree_attention_kernel(
     is_row = node < T
     head = kv_head * GROUP + row % GROUP
     in_rows = is_row[:, None] & in_head[None, :]
-    queries = q + (request * T + node)[:, None] * q_stride + head[:, None] * D + d[None, :]
+    queries = q + (request * T + node)[:, None] * q_stride + d[None, :]
+    queries += head[:, None] * q_head_stride
     query = tl.load(queries, mask=in_rows, other=0.0)
     if not FLOAT8:
         query = query.to(pool_k.dtype.element_ty)
@@ -332,7 +334,7 @@ def paged_tree_attention(
     The nodes of requests that pad a batch share a KV slot that no one reads; their prefix may be 0.
 
     Args:
-        q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
+        q: [b*T, heads, D], rows and heads any stride; k, v: [b*T, kv_heads, D], rows any stride.
         pool_k, pool_v: [KV slots, kv_heads, D], contiguous; they set the precision: bfloat16,
             float16 or float32; as E4M3 they are widened to q's dtype. Softmax and sums are float32.
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
@@ -346,13 +348,13 @@ def paged_tree_attention(
     """
     (b, T, _), E = masks.shape, own.shape[1]
     (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
-    q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
+    k, v = (part if part.stride(1) == D else part.contiguous() for part in (k, v))
     precise = q.dtype if pool_k.dtype == E4M3 else pool_k.dtype
     config = config or choose_config(b, T, heads, kv_heads, D, positions, precise.itemsize)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
-    strides = (q.stride(0), k.stride(0), v.stride(0), positions)
+    strides = (*q.stride()[:2], k.stride(0), v.stride(0), positions)
     tiles = cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
         *(*tensors, sinks, window, scale, *strides, T, E, config.splits, config.least),
