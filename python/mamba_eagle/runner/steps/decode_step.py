@@ -32,8 +32,8 @@ from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import sample_in_kernels
 from mamba_eagle.runner.sampling_state import BatchNoise
 from mamba_eagle.runner.steps.routing import Routing
-from mamba_eagle.tree.accept import Truncated, truncate
-from mamba_eagle.tree.simulate import simulated_walk
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.simulate import forced_path
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
@@ -213,12 +213,10 @@ class DecodeStep:
         return Committed(accepted, self.scheme.folded(slots))
 
     def _accept(self, slots: Tensor, tree: Tree, target: Tensor, depth: int) -> Truncated:
-        table = self.table
-        if self.forced_length is None:
-            return self.backend.accept_tokens(table, slots, tree, target, depth)
-        path = simulated_walk(tree, target, depth, self.forced_length, self.num_forced)
-        self.num_forced += 1
-        return truncate(path, table.stop_tokens[slots], table.remaining[slots])
+        if self.forced_length is not None:
+            tree, target = forced_path(tree, target, depth, self.forced_length, self.num_forced)
+            self.num_forced += 1
+        return self.backend.accept_tokens(self.table, slots, tree, target, depth)
 
     def drafter_commits(self, part: StepPart) -> bool:
         """Whether the drafter observes accepted tokens as part of ``commit``, on the device."""

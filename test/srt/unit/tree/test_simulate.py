@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.tree.accept import accept
+from mamba_eagle.tree.accept import Accepted, accept
 from mamba_eagle.tree.candidates import Candidates
-from mamba_eagle.tree.simulate import simulated_walk
+from mamba_eagle.tree.simulate import forced_path
 from mamba_eagle.tree.tree import Tree, chain_tree, single_node_tree
 
 STEPS, TOPK, NODES, VOCABULARY = 5, 3, 12, 50
@@ -30,8 +30,15 @@ def targets(tree: Tree) -> torch.Tensor:
     return 1000 + torch.arange(tree.tokens.numel()).view(tree.tokens.shape)
 
 
-def walk(tree: Tree, length: float, step: int):
-    return simulated_walk(tree, targets(tree), STEPS, length, torch.tensor(step))
+def forced(
+    tree: Tree, target: torch.Tensor, max_depth: int, length: float | torch.Tensor, step: int
+) -> Accepted:
+    number = torch.tensor(step).to(target.device)
+    return accept(*forced_path(tree, target, max_depth, length, number), max_depth)
+
+
+def walk(tree: Tree, length: float, step: int) -> Accepted:
+    return forced(tree, targets(tree), STEPS, length, step)
 
 
 @pytest.mark.parametrize("length", [1, 2.5, 3.0, 6])
@@ -69,14 +76,14 @@ def test_a_shallow_tree_gives_what_it_has() -> None:
     root = single_node_tree(torch.tensor([7, 8]))
     made = walk(root, 3.0, 0)
     assert made.count.tolist() == [1, 1] and made.tokens[:, 0].tolist() == [1000, 1001]
-    plain = simulated_walk(root, targets(root), 0, 1.0, torch.tensor(3))
+    plain = forced(root, targets(root), 0, 1.0, 3)
     assert plain.nodes.tolist() == [[0], [0]] and plain.tokens.tolist() == [[1000], [1001]]
 
 
 def test_a_length_on_the_device_is_as_good_as_a_number() -> None:
-    tree, step = random_trees(batch=4), torch.tensor(5)
+    tree = random_trees(batch=4)
     length = torch.tensor(2.3, dtype=torch.float64)
-    made = simulated_walk(tree, targets(tree), STEPS, length, step)
+    made = forced(tree, targets(tree), STEPS, length, 5)
     for found, expected in zip(made, walk(tree, 2.3, 5)):
         assert torch.equal(found, expected)
 
@@ -85,7 +92,7 @@ def test_nothing_of_it_is_read_on_the_host() -> None:
     # shapes are all that is known of a meta tensor: reading a value of one raises
     tree = Tree(*(part.to("meta") for part in random_trees(batch=4)))
     target = tree.tokens.clone()
-    made = simulated_walk(tree, target, STEPS, 2.5, torch.tensor(0).to("meta"))
+    made = forced(tree, target, STEPS, 2.5, 0)
     assert made.nodes.shape == made.tokens.shape == (4, STEPS + 1) and made.count.shape == (4,)
 
 
@@ -93,6 +100,6 @@ def test_no_token_of_the_target_shortens_nothing() -> None:
     """Dummy weights can give logits that sample no token (-1); the length stays as asked."""
     tree = random_trees(batch=4)
     none = torch.full_like(tree.tokens, -1)
-    made = simulated_walk(tree, none, STEPS, 3.0, torch.tensor(0))
+    made = forced(tree, none, STEPS, 3.0, 0)
     assert torch.equal(made.count, walk(tree, 3.0, 0).count)
     assert made.tokens.min() >= 0
