@@ -83,14 +83,14 @@ class TokenOps:
         return packed(scores, best, first, k)
 
     def top_of_parts(
-        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+        self, of_ranks: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
     ) -> TopTokens:
         """As ``top_log_probs`` or ``top_noisy`` of all ranks' tokens, from all results of
         ``top_part``: [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: of all V' tokens."""
-        best = merged(told)
+        best = merged(of_ranks)
         if ids is not None:
             best = best._replace(tokens=ids[best.tokens])
-        return best.unflatten((told.shape[1] // lanes, lanes))
+        return best.unflatten((of_ranks.shape[1] // lanes, lanes))
 
     # ── drafted trees ──
 

@@ -53,8 +53,8 @@ class DraftVocabulary:
         any float dtype -> [b, lanes, k]. noise: what the target's sampler will add."""
         backend, ids, lanes = self.backend, self.ids, logits.shape[1]
         if self.is_split:
-            told = backend.top_part(logits, self.columns.span.begin, self.own_ids, noise, k)
-            return backend.top_of_parts(self.columns.group.gather(told), ids, noise, lanes)
+            own = backend.top_part(logits, self.columns.span.begin, self.own_ids, noise, k)
+            return backend.top_of_parts(self.columns.group.gather(own), ids, noise, lanes)
         if noise is not None:
             return backend.top_noisy(logits, ids, noise, k)
         best = backend.top_log_probs(logits.flatten(0, 1), k)
@@ -74,8 +74,8 @@ class DraftVocabulary:
         if not self.is_split:
             return Shortlist(own.indices, None)
         keys = token_keys(own.values.float(), own.indices + self.columns.span.begin)
-        told = keys.new_full((len(keys), count), NO_KEY)
-        told[:, : keys.shape[1]] = keys
-        found = self.columns.group.gather(told).transpose(0, 1).flatten(1)
+        padded = keys.new_full((len(keys), count), NO_KEY)
+        padded[:, : keys.shape[1]] = keys
+        found = self.columns.group.gather(padded).transpose(0, 1).flatten(1)
         last = torch.topk(found, count).values[:, -1:]
         return Shortlist(own.indices, keys >= last)

@@ -222,11 +222,11 @@ class TritonBackend(Backend):
         return parts.packed(logits, first, ids, noise, k)
 
     def top_of_parts(
-        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+        self, of_ranks: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
     ) -> TopTokens:
-        if told.shape[2] > MAX_TOP + 1:
-            return super().top_of_parts(told, ids, noise, lanes)
-        return parts.merged(told, ids, noise, lanes)
+        if of_ranks.shape[2] > MAX_TOP + 1:
+            return super().top_of_parts(of_ranks, ids, noise, lanes)
+        return parts.merged(of_ranks, ids, noise, lanes)
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int

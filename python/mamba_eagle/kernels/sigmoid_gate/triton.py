@@ -14,7 +14,7 @@ BLOCK = 1024
 @triton.jit
 def _gate_kernel(
     y,  # [n, HEADS, SIZE]
-    gate,  # [n, HEADS, SIZE], rows and heads apart as told; or [n, HEADS, 1]
+    gate,  # [n, HEADS, SIZE or 1], rows row_stride and heads head_stride apart
     out,
     row_stride,
     head_stride,

@@ -59,7 +59,7 @@ def _block_kernel(
     positions,  # [b]
     temperatures,  # [R], APART from each other
     seeds,  # [R], SEEDS_APART
-    told,  # [b·lanes, blocks, K + 1] int64, out
+    parts,  # [b·lanes, blocks, K + 1] int64, out
     V,
     stride,
     lanes,
@@ -91,7 +91,7 @@ def _block_kernel(
         gap = score - tl.where(high == float("-inf"), 0.0, high)
         if slots is not None:
             gap *= sharpness
-        at = told + (row * tl.num_programs(0) + block) * (K + 1)
+        at = parts + (row * tl.num_programs(0) + block) * (K + 1)
         tl.store(at + K, _total(high, tl.log(tl.sum(tl.exp(gap), 0))))
         key = tl.where(valid, ranking_key(score, first + number), NO_KEY)
         for rank in tl.static_range(K):
@@ -101,34 +101,34 @@ def _block_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["parts", "lanes", "row_stride", "part_stride"],
+    do_not_specialize=["count", "lanes", "row_stride", "part_stride"],
     do_not_specialize_on_alignment=["slots"],
 )
 def _join_kernel(
-    told,  # parts of n rows with K + 1 numbers each, int64
+    parts,  # parts of n rows with K + 1 numbers each, int64
     ids,  # [V'] int64, the target's tokens, or None
     slots,  # [b], or None: no noise
     temperatures,  # [R], APART from each other
     packed,  # [n, K + 1] int64, out, or None
     values,  # [n, K], out if not packed
     tokens,  # [n, K], out if not packed
-    parts,
+    count,
     lanes,
     row_stride,
     part_stride,
     APART: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,  # padded
-    KEYS: tl.constexpr,  # parts·K, padded
+    KEYS: tl.constexpr,  # count·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
     sharpness = 1.0
     if slots is not None:
         sharpness = _sharpness(tl.load(temperatures + tl.load(slots + row // lanes) * APART))
-    told += row * row_stride
+    parts += row * row_stride
     part = tl.arange(0, PARTS)
-    known = part < parts
-    last = tl.load(told + part * part_stride + K, mask=known, other=0)
+    known = part < count
+    last = tl.load(parts + part * part_stride + K, mask=known, other=0)
     highs = (last >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     highs = tl.where(known, highs, float("-inf"))
     logs = (last & LOW_HALF).to(tl.int32).to(tl.float32, bitcast=True)
@@ -138,8 +138,8 @@ def _join_kernel(
     if packed is not None:
         tl.store(packed + row * (K + 1) + K, _total(high, log_total))
     place = tl.arange(0, KEYS)
-    at = told + place // K * part_stride + place % K
-    key = tl.load(at, mask=place < parts * K, other=NO_KEY)
+    at = parts + place // K * part_stride + place % K
+    key = tl.load(at, mask=place < count * K, other=NO_KEY)
     for rank in tl.static_range(K):
         best = tl.max(key, 0)
         if packed is not None:
@@ -169,7 +169,7 @@ def _of_blocks(
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     block = max(block, next_power_of_2(k))
     blocks = cdiv(V, block)
-    told = torch.empty(b * lanes, blocks, k + 1, dtype=torch.int64, device=logits.device)
+    parts = torch.empty(b * lanes, blocks, k + 1, dtype=torch.int64, device=logits.device)
     apart = lanes if b * lanes * blocks <= ONE_WAVE else 1
     _block_kernel[(blocks, b, apart)](
         flat,
@@ -178,7 +178,7 @@ def _of_blocks(
         None if noise is None else noise.positions.contiguous(),
         None if noise is None else noise.temperatures,
         None if noise is None else noise.seeds,
-        told,
+        parts,
         V,
         flat.stride(0),
         lanes,
@@ -189,11 +189,11 @@ def _of_blocks(
         BLOCK=block,
         num_warps=warps,
     )
-    return told
+    return parts
 
 
 def _joined(
-    told: Tensor,
+    parts: Tensor,
     noise: NoiseKeys | None,
     lanes: int,
     ids: Tensor | None = None,
@@ -201,23 +201,23 @@ def _joined(
     found: TopTokens | None = None,
 ) -> None:
     """The parts [n, parts, k + 1] int64 become one, in ``packed`` or ``found``."""
-    n, parts, k = told.shape[0], told.shape[1], told.shape[2] - 1
+    n, count, k = parts.shape[0], parts.shape[1], parts.shape[2] - 1
     _join_kernel[(n,)](
-        told,
+        parts,
         ids,
         None if noise is None else noise.slots.contiguous(),
         None if noise is None else noise.temperatures,
         packed,
         *(found or (None, None)),
-        parts,
+        count,
         lanes,
-        told.stride(0),
-        told.stride(1),
+        parts.stride(0),
+        parts.stride(1),
         APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
-        PARTS=next_power_of_2(parts),
-        KEYS=next_power_of_2(parts * k),
-        num_warps=1 if parts * k <= 256 else 4,
+        PARTS=next_power_of_2(count),
+        KEYS=next_power_of_2(count * k),
+        num_warps=1 if count * k <= 256 else 4,
     )
 
 
@@ -241,9 +241,9 @@ def top_noisy(
     b, lanes, V = logits.shape
     if not 1 <= k <= min(MAX_TOP, V):
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
-    told = _of_blocks(logits, 0, ids, noise, k, block, warps)
+    parts = _of_blocks(logits, 0, ids, noise, k, block, warps)
     found = _empty(lanes, k, b * lanes, logits.device)
-    _joined(told, noise, lanes, ids, found=found)
+    _joined(parts, noise, lanes, ids, found=found)
     return found
 
 
@@ -257,16 +257,16 @@ def packed(
 ) -> Tensor:
     """What a rank tells of its part of the vocabulary: [b, lanes, own V'] -> [b·lanes, k + 1]
     int64. first: the number of its first token; ids: of its own alone."""
-    told = _of_blocks(logits, first, ids, noise, k, block)
-    out = torch.empty(len(told), k + 1, dtype=torch.int64, device=told.device)
-    _joined(told, noise, logits.shape[1], packed=out)
+    parts = _of_blocks(logits, first, ids, noise, k, block)
+    out = torch.empty(len(parts), k + 1, dtype=torch.int64, device=parts.device)
+    _joined(parts, noise, logits.shape[1], packed=out)
     return out
 
 
-def merged(told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int) -> TopTokens:
+def merged(parts: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int) -> TopTokens:
     """Of all ranks' packed rows [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: [V'] int64, the
     target's token of each; None: the same."""
-    _, n, numbers = told.shape
-    found = _empty(lanes, numbers - 1, n, told.device)
-    _joined(told.contiguous().transpose(0, 1), noise, lanes, ids, found=found)
+    _, n, numbers = parts.shape
+    found = _empty(lanes, numbers - 1, n, parts.device)
+    _joined(parts.contiguous().transpose(0, 1), noise, lanes, ids, found=found)
     return found
