@@ -59,27 +59,15 @@ class OutputParser(ABC):
     """Takes the text of one sample as it grows."""
 
     @abstractmethod
-    def feed(self, text: str) -> list[Piece]:
-        """What more text adds."""
-
-    @abstractmethod
-    def finish(self) -> list[Piece]:
-        """What the end of the text adds."""
-
     def read(self, text: str, is_last: bool) -> list[Piece]:
         """What more text adds, and the end if it is the last."""
-        pieces = self.feed(text)
-        return pieces + self.finish() if is_last else pieces
 
 
 class PlainParser(OutputParser):
     """All is content."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def read(self, text: str, is_last: bool) -> list[Piece]:
         return [TextPiece(CONTENT, text)] if text else []
-
-    def finish(self) -> list[Piece]:
-        return []
 
 
 class _Text:
@@ -144,7 +132,12 @@ class FamilyParser(OutputParser):
         """The part that is being written."""
         return self._field
 
+    def read(self, text: str, is_last: bool) -> list[Piece]:
+        pieces = self.feed(text)
+        return pieces + self.finish() if is_last else pieces
+
     def feed(self, text: str) -> list[Piece]:
+        """What more text adds."""
         if not text:
             return []
         if self._broken:
@@ -158,6 +151,7 @@ class FamilyParser(OutputParser):
             return [*self._end_live(()), *self._texts[CONTENT].take(self._all[self._at :])]
 
     def finish(self) -> list[Piece]:
+        """What the end of the text adds."""
         if self._broken:
             return []
         _, events = self._parser.finalize()
