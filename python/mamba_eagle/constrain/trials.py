@@ -1,7 +1,7 @@
 """The process that tries grammars for the server: each in a child of its own, which can be killed.
 
      server process             this process: the vocabulary         a child: one grammar
-     GrammarTrials     Trial ─▶ fork ──────────────────────────────▶ tries it, within its limits
+     ProcessJudge      Trial ─▶ fork ──────────────────────────────▶ tries it, within its limits
                        Stop ──▶ SIGKILL ───────────────────────────▶
                     ◀── Ended ──────────────────────────────────────  its verdict, or its death
 
@@ -47,12 +47,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, tag=True):
-    """The first message: what a ``Vocabulary`` is made of. problem: why there is none."""
+    """The first message: what a ``Vocabulary`` is made of."""
 
     tokenizer: str
     size: int
     eos: list[int]
-    problem: str = ""
 
 
 class Trial(msgspec.Struct, tag=True):
@@ -93,8 +92,6 @@ def verdict_on(vocabulary: Vocabulary | NoVocabulary, grammar: Grammar) -> Verdi
 
 
 def load(tokens: Tokens) -> Vocabulary | NoVocabulary:
-    if tokens.problem:
-        return NoVocabulary(tokens.problem)
     try:
         return Vocabulary(tokens.tokenizer, tokens.size, tokens.eos)
     except NoVocabulary as error:

@@ -36,7 +36,7 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
-from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge, tokens_of
+from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge
 from mamba_eagle.server.bodies.grammars import Grammars
 from mamba_eagle.server.bodies.kinds import Model, read
 from mamba_eagle.server.bodies.prompts import Infill, PromptReader
@@ -165,7 +165,7 @@ class ServerState:
     def _tokens(self) -> Tokens:
         assert self.manager.tokenizer is not None
         engine = self.manager.engine
-        return tokens_of(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
+        return Tokens(self.manager.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
 
     @cached_property
     def grammars(self) -> Grammars:

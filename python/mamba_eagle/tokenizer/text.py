@@ -57,10 +57,7 @@ class TextTokenizer:
         return cls(tokenizer)
 
     def json(self) -> str:
-        """What a tokenizer.json would hold. Made once; takes half a second for 131,072 tokens.
-
-        Raises: NoVocabulary
-        """
+        """What a tokenizer.json would hold. Made once; takes half a second for 131,072 tokens."""
         if self._json is None:
             self._json = tokenizer_json(self.hf)
         return self._json

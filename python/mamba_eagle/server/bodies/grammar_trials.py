@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from mamba_eagle.constrain.trials import (
 from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary
 from mamba_eagle.limits import MAX_GRAMMAR_SECONDS, MAX_GRAMMAR_WAIT
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.tokenizer.text import TextTokenizer
 
 COMMAND = [sys.executable, "-m", "mamba_eagle.constrain.trials"]
 # It computes in one thread, and libraries' threads would cost memory.
@@ -39,14 +38,6 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-def tokens_of(tokenizer: TextTokenizer, size: int, eos: Sequence[int]) -> Tokens:
-    """Takes half a second for 131,072 tokens when it is first asked for."""
-    try:
-        return Tokens(tokenizer.json(), size, list(eos))
-    except NoVocabulary as error:
-        return Tokens("", size, list(eos), str(error))
 
 
 class Level(NamedTuple):

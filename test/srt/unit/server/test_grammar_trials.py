@@ -20,7 +20,8 @@ from mamba_eagle.constrain.grammar import (
     json_schema_grammar,
     regex_grammar,
 )
-from mamba_eagle.server.bodies.grammar_trials import ProcessJudge, tokens_of
+from mamba_eagle.constrain.trials import Tokens
+from mamba_eagle.server.bodies.grammar_trials import ProcessJudge
 from mamba_eagle.server.errors import RequestError
 
 GOOD = regex_grammar("[0-9]{4}")
@@ -32,7 +33,7 @@ def bomb(count: int = 24) -> Grammar:
 
 @contextlib.asynccontextmanager
 async def judging() -> AsyncIterator[ProcessJudge]:
-    judge = ProcessJudge(lambda: tokens_of(TOKENIZER, 300, [2]))
+    judge = ProcessJudge(lambda: Tokens(TOKENIZER.json(), 300, [2]))
     # At low priority a busy machine might not come to them.
     judge._levels = tuple(level._replace(nice=0) for level in judge._levels)
     try:
