@@ -55,22 +55,17 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
         return _fetched(path, revision, lambda local: _gguf_of(named, revision, local))
     from huggingface_hub import snapshot_download
 
-    def snapshot(local_files_only: bool) -> Path:
-        return Path(
-            snapshot_download(
-                path,
-                revision=revision or None,
-                allow_patterns=SMALL_FILES + (WEIGHTS if weights else []),
-                ignore_patterns=OTHER_LAYOUTS,
-                local_files_only=local_files_only,
-            )
+    def snapshot(local_files_only: bool) -> Path | None:
+        found = snapshot_download(
+            path,
+            revision=revision or None,
+            allow_patterns=SMALL_FILES + (WEIGHTS if weights else []),
+            ignore_patterns=OTHER_LAYOUTS,
+            local_files_only=local_files_only,
         )
+        return Path(found) if not local_files_only or complete(Path(found), weights) else None
 
-    def whole(local_files_only: bool) -> Path | None:
-        found = snapshot(local_files_only)
-        return found if not local_files_only or complete(found, weights) else None
-
-    got = _fetched(path, revision, whole)
+    got = _fetched(path, revision, snapshot)
     if weights and not (got / "config.json").is_file():
         raise NotFound(f"{path} has no config.json{_named_files(path, revision)}")
     return got

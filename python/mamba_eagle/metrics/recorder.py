@@ -6,7 +6,7 @@ scheduler's, which is asked for them when /metrics is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import (
@@ -27,8 +27,6 @@ from mamba_eagle.metrics.request_log import RequestLog
 if TYPE_CHECKING:
     from mamba_eagle.metrics.tracing import Tracer  # its packages are an extra
     from mamba_eagle.tokenizer.sample import LiveRequest, Sample
-
-from collections.abc import Iterable
 
 # The same numbers under the names of other servers: SGLang's are ours with another prefix; of
 # vLLM's those that load-aware routers read (Gateway API inference extension, llm-d, its own stack).
