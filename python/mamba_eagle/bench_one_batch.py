@@ -24,7 +24,7 @@ from mamba_eagle.eval.gsm8k import problem_texts, synthetic_prompts
 from mamba_eagle.resolve import resolve
 
 CORRECTNESS_PROMPTS = 3
-SERVED_PROBLEMS = 200  # which prompts for a server are cut from
+SERVED_PROBLEMS = 200  # from which prompts for a server are cut
 
 
 def make_parser() -> Parser:

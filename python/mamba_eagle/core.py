@@ -56,7 +56,7 @@ def _beginning(value: Any, budget: list[int]) -> Any:
 
 
 # What JSON leaves as it is and a terminal acts on: controls of Latin-1, Unicode's own line ends,
-# and marks that turn the direction of text; and halves of surrogate pairs, which UTF-8 has not.
+# and marks that turn the direction of text; and halves of surrogate pairs, which UTF-8 cannot hold.
 _CONTROLS = (*range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F))
 _MARKS = (*range(0x2066, 0x206A), *range(0xD800, 0xE000), 0xFEFF)
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_MARKS)}
@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf  # it must be more than this
-    other: float | None = None  # right though it is outside of the bounds
+    other: float | None = None  # valid though it is outside the bounds
     must: str = ""  # the remedy, if the bounds alone do not say it
 
     @property
@@ -231,8 +231,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def reads_history(self) -> bool:
-        """Whether the runner must know all tokens of a request, those that it finds cached, too:
-        penalties count them, and a retracted request's grammar has to take its output in again."""
+        """Whether the runner must know all tokens of a request, cached ones as well: penalties
+        count them, and a retracted request's grammar has to take its output in again."""
         return self.needs_history or self.is_constrained
 
     def stop_tokens(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
@@ -280,7 +280,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     matched: int | str | None = None  # stop: the token id or the string that ended it
     length: int = 0  # length: the number of generated tokens
     message: str = ""  # abort: the reason
-    failure: Failure | None = None  # abort: None if the client, or somebody for it, asked for it
+    failure: Failure | None = None  # abort: None if it was asked for
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object that clients get as meta_info.finish_reason; server/ adds an abort's
@@ -318,7 +318,7 @@ def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: in
     )
 
 
-MEMORY_TAGS = ("weights", "kv_cache")  # what memory can be given back of
+MEMORY_TAGS = ("weights", "kv_cache")  # whose memory can be given back
 DEFAULT_VERSION = "default"  # of the weights that the server was started with
 # How hidden states after the final norm become one vector of a prompt.
 POOLINGS = ("last", "mean")

@@ -94,7 +94,7 @@ def choose_backend(
 
 
 def quantization_problems(quantizations: Mapping[str, str], backend: Backend) -> list[str]:
-    """Why weights of few bits cannot be had with a backend. quantizations: values by flag."""
+    """Why weights of few bits cannot be used with a backend. quantizations: values by flag."""
     wrong, here = [], f"the backend is {backend.name} ({reason(backend)})"
     for flag, kind in quantizations.items():
         if kind in ON_A_GPU and backend.name != "triton":

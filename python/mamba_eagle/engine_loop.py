@@ -49,13 +49,13 @@ class EngineLoop:
         self._lock = threading.Lock()  # no request comes between the loop's end and the last look
         # Not a daemon: the kernel ends the processes with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
-        # Before Python waits for the thread, which would be for ever. Weakly: what is registered
-        # stays, and with it would stay the model of a closed engine.
+        # Closes it before Python waits for the thread, which would not end. Weakly: what is
+        # registered stays, and would keep the model of a closed engine in memory.
         threading._register_atexit(_close, weakref.ref(self))  # type: ignore[attr-defined]
         self._thread.start()
         try:
             self._launch = self._ready.result()
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # also Ctrl-C
             self.close()
             raise
 
@@ -72,7 +72,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # what came after the loop's last turn would wait for ever
+        finally:  # what came after the loop's last turn would never be answered
             with self._lock:
                 left = list(self._under_way.items())
             for future, work in left:

@@ -137,7 +137,7 @@ def step_tree(step: dict[str, Any]) -> Tree:
         if node in accepted:
             text = Text(f"✓ {label}", "green")
         elif parent == accepted[-1] and step["tokens"][node] == step["bonus"]:
-            # drafted, too, but the output ends with it
+            # it was drafted as well, but the output ends with it
             bonus_drawn = True
             text = Text(f"★ {label}", "cyan")
         elif node in refused:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 log = logging.getLogger("mamba_eagle")
-PROGRESS_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # which a bar would cut
+PROGRESS_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # a bar would break lines
 
 
 def set_up(level: str, kind: str, role: str) -> None:
@@ -27,7 +27,7 @@ def set_up(level: str, kind: str, role: str) -> None:
         )
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
-        logging.getLogger("torch").setLevel(logging.WARNING)  # at its end it sums up its caches
+        logging.getLogger("torch").setLevel(logging.WARNING)  # it reports on its caches as it exits
 
 
 def _bring_in_the_rest() -> None:

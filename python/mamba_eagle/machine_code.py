@@ -1,9 +1,9 @@
 """Functions that Numba compiles to machine code: the options, and where the code is kept.
 
 Numba compares the machine code of a function with the file that the function stands in, not with
-the files of the functions that were compiled into it. In a checkout that was updated, code of
-before would go on with data that is laid out as after. So there is a folder of code for each state
-of the sources.
+the files of the functions that were compiled into it. After a checkout is updated, old code would
+be run on data that is laid out in a new way. So there is a folder of code for each state of the
+sources.
 
 Used by the CPU engine (cpu/), and on any device by what the host computes: the n-gram drafter's
 trie and the rounding of weights.

@@ -34,7 +34,7 @@ def full_url(url: str) -> str:
 
 
 def no_one(index: int, reply: Reply) -> None:
-    """Gets replies, and does nothing."""
+    """Ignores replies."""
 
 
 class ServerError(RuntimeError):

@@ -98,7 +98,7 @@ def device_name(device: str = "auto") -> str:
 
 def copy_tb_s() -> float:
     """Rate of the GPU's own copies within its memory, bytes read and bytes written, TB/s."""
-    import triton  # optional: there is none for every machine
+    import triton  # optional: not available for every machine
 
     source = torch.randn(COPIED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)

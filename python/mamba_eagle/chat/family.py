@@ -43,8 +43,8 @@ class FamilyError(ValueError):
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written. In ``begin`` stands ``{name}`` for the tool's, in ``begin_argument``
-    ``{key}`` for the argument's."""
+    """How calls are written. ``{name}`` in ``begin`` stands for the tool's, and ``{key}`` in
+    ``begin_argument`` for the argument's."""
 
     arguments: str  # json: one object; tags: one tag per argument
     begin: str

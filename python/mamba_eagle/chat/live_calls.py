@@ -15,7 +15,7 @@ from typing import Any
 
 from mamba_eagle.chat.family import CallForm
 
-MOST_BETWEEN = 1024  # characters before the next argument or call; behind more, nothing is streamed
+MOST_BETWEEN = 1024  # characters before the next argument or call; after more, nothing is streamed
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class TagCalls(LiveCalls):
 
     def _part_of_text(self, end: int) -> str | None:
         """Without what may be its end."""
-        end -= 1  # a line end before that is no part of it
+        end -= 1  # a line end before that is not part of it
         if end <= 0:
             return None
         piece, self._text = self._text[:end], self._text[end:]

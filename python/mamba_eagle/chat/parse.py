@@ -1,7 +1,7 @@
 """What a model writes, taken apart while it is written: reasoning, content and tool calls.
 
-transformers' ``ResponseParser`` finds where each part begins and ends; this makes the pieces of a
-reply of it. A whole reply is made of the same pieces, so it says what the stream said.
+transformers' ``ResponseParser`` finds where each part begins and ends; this turns them into the
+pieces of a reply. A whole reply is made of the same pieces, so it says what the stream said.
 
 - Text that only looks like a call stays text: bad JSON, no name, arguments that are no object.
 - A call that the end of the output cuts off is not a call, and is left out.
@@ -301,7 +301,7 @@ def read_calls(
     """The calls of a region with its tags; None if it is none."""
     try:
         value = _library().parse_response(region, template, prefix="", tools=list(tools)).get(CALLS)
-    except Exception:  # JSON that is none, or lacks what the template takes of it
+    except Exception:  # not JSON, or without what the template takes from it
         return None
     items = value if isinstance(value, list) else [value]
     flat = [one for item in items for one in (item if isinstance(item, list) else [item])]

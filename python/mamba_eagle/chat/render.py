@@ -18,7 +18,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_TEMPLATE_SECONDS
 
 POLL_SECONDS = 0.05
-# A thread waits for others, too. It is given up after this many times its own time on the clock.
+# A thread also waits for others: on the clock it may take this many times its processor time.
 PATIENCE = 20
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class OutOfTime(Exception):
 
 
 class _Stopped(BaseException):
-    """Raised inside the work. No Exception: templates' own handlers must not catch it."""
+    """Raised inside the work. Not an Exception: templates' own handlers must not catch it."""
 
 
 class _Work(threading.Thread, Generic[T]):
@@ -69,7 +69,7 @@ class _Work(threading.Thread, Generic[T]):
 
 
 def run_bounded(function: Callable[[], T], seconds: float) -> T:
-    """``function()``, run in a thread of its own for at most so much processor time.
+    """``function()``, run in a thread of its own for at most this much processor time.
 
     Whatever it runs as Python can be stopped anywhere, so it must own nothing that others use. A
     single call into C (one huge multiplication of strings, say) ends before it is stopped.

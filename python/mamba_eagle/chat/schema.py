@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.core import shown
 
-MAX_REFERENCES = 8  # one behind the other
+MAX_REFERENCES = 8  # in a row
 # What says more of an object than each argument's own schema does.
 WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
 # What else says which properties there may be.

@@ -85,7 +85,7 @@ def _free(tags: Tags, special: Special, avoid: str) -> tuple[str, str]:
 def _counted(tags: Tags, budget: Budget) -> tuple[str, str]:
     """The same, of at most this many tokens.
 
-    A token that is no special one must never be the only one that its id allows: llguidance 1.9
+    A token that is not special must never be the only one that its id allows: llguidance 1.9
     then takes the text of it for forced, and loses count when tokens are taken back. So at the
     limit the end may also be written as text.
     """

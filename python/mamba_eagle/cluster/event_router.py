@@ -73,7 +73,7 @@ class EventRouter(RequestRouter):
             self._client = aiohttp.ClientSession(timeout=TIMEOUT)
         try:
             async with self._client.post(f"{url}/tokenize", json=asked, headers=headers) as reply:
-                # What is wrong with a request its own reply will say.
+                # The request's own reply will say what is wrong with it.
                 return (await reply.json())["tokens"] if reply.status == 200 else ()
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
             log.warning("a prompt was not tokenized, and goes by load: %r", error)

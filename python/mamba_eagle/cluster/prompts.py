@@ -14,7 +14,7 @@ RENDERED = frozenset(
 
 
 def prompt_of(body: bytes) -> str:
-    """ "" if the body has none, or is none that a server takes."""
+    """ "" if the body has none, or is not one that a server takes."""
     fields = _fields(body)
     for name in ("messages", "text", "prompt", "input_ids", "input"):
         if (value := fields.get(name)) is not None:

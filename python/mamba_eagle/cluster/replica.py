@@ -58,7 +58,7 @@ class ServerChild:
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.client = httpx.AsyncClient(
             base_url=self.url,
-            timeout=None,  # whatever a request may take is the server's to decide
+            timeout=None,  # how long a request may take is for the server to decide
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-# So far may the replica with most of a prompt be ahead of the idlest, in open requests. This is a
+# How far the replica with most of a prompt may be ahead of the idlest, in open requests. This is a
 # lot: a chat that moves takes all its later turns, and a second copy of its past, with it.
 IMBALANCE = 8
 WORTH_IT = 0.1  # of the prompt; what all prompts begin with should not bind them

@@ -194,7 +194,7 @@ def regex_literal(pattern: str) -> str:
     out, escaped = [], False
     for char in pattern:
         if char == "\n":
-            # behind a backslash, too, it stands for itself
+            # also behind a backslash it stands for itself
             out.append("n" if escaped else "\\n")
         elif char == "/" and not escaped:
             out.append("\\/")

@@ -1,4 +1,4 @@
-"""Compiles grammars beside the steps, and keeps those that were used lately."""
+"""Compiles grammars while steps run, and keeps those that were used recently."""
 
 import contextlib
 import os

@@ -13,7 +13,7 @@ UNKNOWN, FREE = -2, -1
 
 
 class Place:
-    """A way of tokens, and what is known of the grammar at its end.
+    """A path of tokens, and what is known of the grammar at its end.
 
     Places are kept until the request goes on, so drafting, reshaping and verification of one step
     ask the matcher once for each.

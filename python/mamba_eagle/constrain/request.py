@@ -20,7 +20,7 @@ class RequestGrammar:
     """What the grammar of a request allows behind its output, and behind drafted tokens.
 
     One matcher is moved between the places that are asked about. It stays where it was last, which
-    mostly is where the request goes on: then nothing is taken in twice. Masks of drafted tokens are
+    is mostly where the request goes on: then nothing is taken in twice. Masks of drafted tokens are
     computed by copies of it (``Branch``).
 
     The end: behind the last token that a grammar can take, only the model's end tokens are left.
@@ -173,7 +173,7 @@ class RequestGrammar:
     def below(self, place: Place, token: int) -> Place | None:
         """The place behind one more token; None if the grammar refuses it.
 
-        It costs a fraction of a mask. None, too, where only the mask tells: for tokens that may
+        It costs a fraction of a mask. Also None where only the mask tells: for tokens that may
         end the output, or after an error.
         """
         if token in self._stops:

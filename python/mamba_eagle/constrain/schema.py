@@ -181,7 +181,7 @@ def _walk(value: Any) -> Iterator[Any]:
         open_ones += _children(value)
 
 
-# ── whom llguidance's messages mean ──────────────────────────────────────────────────────────
+# ── what llguidance's messages blame ─────────────────────────────────────────────────────────
 
 
 def blamed(schema: str, message: str) -> str:

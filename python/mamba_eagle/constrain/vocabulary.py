@@ -98,7 +98,7 @@ class Vocabulary:
                     if not step:
                         return "nothing but the empty text fits it"
                     break
-                # the lowest ids mostly are single bytes, such as what ends a string
+                # the lowest ids are mostly single bytes, such as what ends a string
                 token = int(random.choice(mask[:8] if step % 2 else mask))
                 matcher.try_consume_tokens([token])
                 if not matcher.is_error():

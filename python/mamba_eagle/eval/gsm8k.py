@@ -35,7 +35,7 @@ class Task(NamedTuple):
 def read_examples(path: str | Path) -> list[Example]:
     """Reads one JSON object per line, with ``question`` and ``answer``.
 
-    Raises: ValueError naming the first line without them, or with others than texts.
+    Raises: ValueError naming the first line without them, or where they are not texts.
     """
     examples = []
     with Path(path).open(encoding="utf-8") as file:  # its lines end where those of JSON do

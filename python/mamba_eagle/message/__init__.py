@@ -82,7 +82,7 @@ class Generate(Returned, tag=True, kw_only=True):
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
     # what the client asks of the prefix cache, none of which changes a text:
     salt: str = ""  # only requests of the same salt share what is cached
-    pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
+    pin_seconds: float = 0.0  # for this long the prompt is evicted after all that is not pinned
     checkpoints: list[int] = []  # prompt positions at which to save the state
     session: str = ""  # while it is open, what its last request has run is pinned
 

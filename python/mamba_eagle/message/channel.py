@@ -104,7 +104,7 @@ class Sender(Generic[T]):
     def __init__(
         self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: Iterable[int] = (0,)
     ) -> None:
-        """ranks: of the runners that are at the other end, if it is they."""
+        """ranks: of the runners at the other end, if it leads to runners."""
         assert pipe in PIPES
         self._sockets = [_pushing(context, socket_dir, pipe, rank) for rank in ranks]
         self._encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode

@@ -82,7 +82,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Guard:
-    """Admits to the listening sockets of a context who has one of the given keys, and no one else.
+    """Admits to the listening sockets of a context those who have the given key, and no one else.
     To be stopped before the context is terminated."""
 
     def __init__(self, context: zmq.Context[Any], public_key: str) -> None:

@@ -48,7 +48,7 @@ from mamba_eagle.server.state import ServerState, State
 from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest, Sample
 
 HEALTH_TIMEOUT = 20.0
-# Without a key: the page asks for it, and what there is to ask is not secret.
+# Open without a key: the page asks for the key, and none of this is secret.
 OPEN_PATHS = {*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping"}
 ROOMS = (
     *(generate, openai, responses, anthropic, score, embeddings),

@@ -36,8 +36,8 @@ class Lifetime:
             self._idle.set()
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new requests and waits for the open ones, ``seconds`` at most. Gives how many
-        are still open."""
+        """Refuses new requests and waits for the open ones, ``seconds`` at most. Returns how
+        many are still open."""
         self.draining = True
         if self.open_requests:
             with contextlib.suppress(asyncio.TimeoutError):

@@ -1,5 +1,5 @@
-"""Files of one server's prefixes, read from its memory by another one through NIXL, whose UCX takes
-what lies between them: RDMA, shared memory, or TCP."""
+"""Files of one server's prefixes, read from its memory by another one through NIXL, whose UCX uses
+what connects them: RDMA, shared memory, or TCP."""
 
 import secrets
 import threading
@@ -67,7 +67,7 @@ class RemoteReads:
             return msgspec.json.encode(Offer(*where, mark))
 
     def withdraw(self) -> bool:
-        """Give up what was taken, and what was not in time. Whether nothing is left."""
+        """Release what was taken, or not in time. Returns whether nothing is left."""
         with self._lock, _told():
             if self._offered:
                 sent = self._agent.get_new_notifs().values()

@@ -40,7 +40,7 @@ log = logging.getLogger("mamba_eagle.server")
 
 
 def launch(config: ServerConfig) -> int:
-    """Serves until told to stop. Returns the exit code.
+    """Serves until it is stopped. Returns the exit code.
 
     Raises: ConfigError with every setting that cannot work.
     """
@@ -188,7 +188,7 @@ class HttpLaunch(Launch):
 
     async def serve(self, state: ServerState) -> None:
         # A full collection stops all threads, and what was loaded so far is never garbage here.
-        # It may be where an Engine is a library's.
+        # In a process that uses an Engine as a library it may be.
         gc.collect()
         gc.freeze()
         app = Gate(make_app(state), self.lifetime)

@@ -54,14 +54,14 @@ from mamba_eagle.tokenizer.sample import DuplicateRid, EngineDead, LiveRequest, 
 
 @dataclass
 class Incoming:
-    """What has come so far of an update of the weights, of which nothing is used before all is
-    there: in a folder each for the target and the drafter."""
+    """The part of an update of the weights that has come so far, of which nothing is used before
+    all is there: in one folder for the target and one for the drafter."""
 
     begun: bool = False  # /start_weight_update says where it ends; else a pause does
     is_drafter: bool = False  # of what comes next
     receiving: int = 0  # calls under way
     version: str = ""
-    problem: str = ""  # a part of it was refused, so the rest is, too
+    problem: str = ""  # a part of it was refused, so the rest is as well
     folders: dict[bool, str] = field(default_factory=dict)  # by whether it is the drafter's
 
     def folder(self) -> str:
@@ -277,7 +277,7 @@ async def heard(question: Awaitable[T], silence: str = SILENCE) -> T:
 
 
 async def answered(question: Awaitable[R], silence: str = SILENCE) -> R:
-    """As ``heard``. Raises: RequestError 400, too, with the reason why nothing was done."""
+    """As ``heard``. Raises: also RequestError 400, with the reason why nothing was done."""
     reply = await heard(question, silence)
     for each in reply if isinstance(reply, list) else [reply]:
         if each.problem:
@@ -286,7 +286,7 @@ async def answered(question: Awaitable[R], silence: str = SILENCE) -> R:
 
 
 def server_state(request: Request) -> ServerState:
-    """For routes that are asked most: FastAPI takes 30 µs to hand over an argument."""
+    """For the busiest routes: FastAPI takes 30 µs to hand over an argument."""
     state: ServerState = request.app.state.server
     return state
 

@@ -100,8 +100,8 @@ class Questions:
     async def __call__(self, question: Question[A], seconds: float) -> A:
         """The answer.
 
-        Raises: EngineDead; TimeoutError if it does not come in time. Of a pause in which the whole
-        machine stood still a second counts, as the engine has not been silent in it.
+        Raises: EngineDead; TimeoutError if it does not come in time. A pause in which the whole
+        machine stood still counts as a second, since the engine has not been silent in it.
         """
         if self._dead is not None:
             raise EngineDead(self._dead)

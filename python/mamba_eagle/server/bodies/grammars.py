@@ -178,7 +178,7 @@ class Grammars:
         return texts
 
     async def settle(self, grammar: Grammar) -> None:
-        """Learn the verdict, unless somebody has."""
+        """Learn the verdict, unless it is known."""
         if grammar.name in self._known:
             return
         verdict = await self._judge.verdict(grammar)
@@ -214,7 +214,7 @@ def read_grammar(body: Constrained, grammars: Grammars, where: str = "") -> str:
 
 
 def read_constraint(body: Constrained, grammars: Grammars, where: str = "") -> Constraint | None:
-    """The same before the vocabulary was asked.
+    """The same, before the vocabulary is asked.
 
     Raises: RequestError 400
     """
@@ -256,7 +256,7 @@ def _own(body: Constrained, where: str) -> Iterator[_Asked]:
 
 
 def whitespace_problems(config: ServerConfig) -> list[str]:
-    """Why --constrained-json-whitespace-pattern cannot be had."""
+    """Why --constrained-json-whitespace-pattern cannot be used."""
     if not (pattern := config.constrained_json_whitespace_pattern):
         return []
     wrong = own_words(LLMatcher.validate_grammar(json_schema_grammar(True, pattern).text))

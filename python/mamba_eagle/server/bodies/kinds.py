@@ -134,7 +134,7 @@ def short(most: int, must: str = "") -> Kind:
 
 
 def integer(least: int, most: int, must: str = "", other: int | None = None) -> Kind:
-    """other: right though it is outside of the bounds."""
+    """other: valid though it is outside the bounds."""
     return _bounded(INTEGER_KIND, Parameter("", least, most, other=other, must=must))
 
 
@@ -296,7 +296,7 @@ class Body(BaseModel):
         known_ones = cls.FIELDS | cls.HARMLESS | cls.REFUSED.keys()
         for name in values:
             if name not in known_ones and not _asks_for_nothing(values[name]):
-                # a name may be as long as the body, and no valid text
+                # a name may be as long as the body, and need not be valid text
                 short = name[:64].encode("ascii", "backslashreplace").decode()
                 near = get_close_matches(short, cls.FIELDS, 1)
                 mean = f"did you mean {near[0]}? " if near else ""

@@ -3,8 +3,8 @@
     harmless    accepted and without effect: they change no result (docs/clients.md lists them)
     refused     400 with what to do instead, unless the value is the one that asks for nothing
 
-A field that is in neither, and not declared by a route's body, is unknown: 400 as well. What
-serves one of them declares it in a body and takes it out here.
+A field that is in neither, and not declared by a route's body, is unknown: 400 as well. To serve
+one of them, declare it in a body and take it out here.
 """
 
 from collections.abc import Mapping

@@ -160,7 +160,7 @@ ANY_PROMPTS = kinds.untouched(
 
 
 class InfillTokens(NamedTuple):
-    """What a family marks a text with that is to be filled in (``suffix``), and is known by.
+    """How a family marks a text that is to be filled in (``suffix``); it is known by these tokens.
 
     The order is ``before`` prompt ``between`` suffix ``after``, or with prompt and suffix
     exchanged. ``after`` "": none."""

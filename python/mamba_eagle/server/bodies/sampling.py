@@ -85,7 +85,7 @@ def bounded(name: str) -> kinds.Kind:
 
 
 M = TypeVar("M", bound=Body)
-LENGTHS = ("max_new_tokens", "min_new_tokens")  # the OpenAI routes call them otherwise
+LENGTHS = ("max_new_tokens", "min_new_tokens")  # the OpenAI routes have other names for them
 
 
 def with_parameters(*but: str) -> Callable[[type[M]], type[M]]:

@@ -84,9 +84,9 @@ class Child:
 
     def dump_stacks(self) -> None:
         """Makes the process write the stacks of its threads to its standard error, if it still
-        can. A stopped process is continued for that: it is about to be ended anyway. And before:
-        what waits for a stopped process any of its threads may take, and one that reads the main
-        thread's frames while that runs crashes."""
+        can. A stopped process is continued for that: it is about to be ended anyway. That comes
+        first: any thread may take a signal that waits for a stopped process, and one that reads
+        the main thread's frames while that runs crashes."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(STACKS_SIGNAL)

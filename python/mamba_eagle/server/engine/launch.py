@@ -42,7 +42,7 @@ from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 STACKS_SECONDS = 1.0  # for one process to write its stacks
-# A thread that wants the interpreter waits this long before it is given up to it. The event loop
+# A thread that wants the interpreter waits this long before it is handed over. The event loop
 # wants it again after each system call, so at Python's 5 ms one step of 16 streams would
 # take 100 ms while another thread computes.
 SWITCH_SECONDS = 0.0002
@@ -62,7 +62,7 @@ class Ending(NamedTuple):
 def share_interpreter() -> None:
     """Prepares this process for threads beside the event loop; call it when all is loaded."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    # One body is not to take the model's cores.
+    # One body must not take the model's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -206,7 +206,7 @@ class Launch(ABC):
 
     def fail(self, reason: Fault) -> None:
         if self.lifetime.failure is not None:
-            return  # the watchdog ends it: a process that crashes as it writes stacks is no reason
+            return  # the watchdog ends it: one that crashes as it writes stacks is not the reason
         if not self.ending.done():
             self.manager.fail(reason.text)
         self.end(Ending(reason.code, reason.text))

@@ -45,7 +45,7 @@ def counted(count: Callable[[str, int], None]) -> Begin:
     """By route and status. A path that is no route counts as "other": clients may send any."""
 
     def begin(scope: Scope) -> Callable[[Message], None]:
-        # FastAPI has found the route until the reply begins
+        # FastAPI has found the route by the time the reply begins
         return lambda message: count(
             getattr(scope.get("route"), "path", "other"), message["status"]
         )

@@ -123,9 +123,9 @@ class RareWarning:
 class Connection(HttpToolsProtocol):
     """One client's connection.
 
-    Bounds a head, trailers, and the pieces of a body, of which httptools keeps whatever comes. Lets
-    every request know that its client has left: of pipelined ones uvicorn lets the last one know.
-    And goes on in HTTP/1.1 where a client offers another protocol, as Java's does with its first
+    Bounds a head, trailers, and the pieces of a body, which httptools keeps without limit. Lets
+    every request know that its client has left: of pipelined ones uvicorn tells only the last. And
+    goes on in HTTP/1.1 where a client offers another protocol, as Java's does with its first
     request: httptools takes the body for that protocol's, and uvicorn drops it.
     """
 

@@ -25,7 +25,7 @@ SLICE = 2**17  # bytes looked at at a time
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 
 
-# At some 900 what reads values fails in one place or another: Python's own stack has a limit.
+# At a depth of some 900 readers of values begin to fail: Python's own stack has a limit.
 TOO_DEEP = f"has arrays and objects more than {MAX_JSON_DEPTH} deep within each other: flatten it"
 
 

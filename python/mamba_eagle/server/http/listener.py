@@ -176,7 +176,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """As ``asyncio.run``. Each token of a stream is an event of the loop: with uvloop and
     httptools, which uvicorn finds by itself, it costs this process a sixth less time."""
     try:
-        uvloop = importlib.import_module("uvloop")  # not made for every system
+        uvloop = importlib.import_module("uvloop")  # not available on every system
     except ImportError:
         return asyncio.run(main)
     result: T = uvloop.run(main)

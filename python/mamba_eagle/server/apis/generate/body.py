@@ -40,7 +40,7 @@ class Each(kinds.Kind):
 
 
 def either(one: kinds.Kind, schema: kinds.Schema | None = None) -> Each:
-    """schema: of both, where lists of one's would not say it."""
+    """schema: of both, if that of a list of ``one`` would not describe it."""
     both = schema or kinds.any_of(one.schema, kinds.list_of(one.schema))
     return Each(lambda value: value, "", both, one)
 

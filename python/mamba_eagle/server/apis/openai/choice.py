@@ -77,7 +77,7 @@ class Choice(ABC):
                 column.extend(more)
 
     def _prompt_entry(self, item: TokenLogprob, best: int) -> dict[str, Any] | None:
-        """As vLLM has it: the token's own and the best ones, by id. A rank is known of these."""
+        """As vLLM has it: the token's own and the best ones, by id. Only these have a rank."""
         if item.logprob is None:  # the first token follows nothing
             return None
         name = self.tokenizer.token_text

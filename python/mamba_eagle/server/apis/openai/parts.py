@@ -155,7 +155,7 @@ class PartReply(ABC):
 
 
 def named_event(content: Event) -> bytes:
-    """As these APIs send events: with the type as the event's name, too."""
+    """As these APIs send events: with the type also as the event's name."""
     return f"event: {content['type']}\ndata: ".encode() + msgspec.json.encode(content) + b"\n\n"
 
 

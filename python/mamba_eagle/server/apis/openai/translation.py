@@ -66,7 +66,7 @@ class ChatBuilder:
             return error
         if message.startswith(param):
             head = _HEAD.match(message)
-            assert head is not None  # it matches nothing at all, too
+            assert head is not None  # it matches the empty text as well
             renamed = _PATH.sub(lambda match: self._own(match[0]), head[0])
             message = renamed + message[head.end() :]
         return RequestError(message, error.status, self._own(param), error.retry_after)

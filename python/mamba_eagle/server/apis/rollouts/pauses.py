@@ -129,7 +129,7 @@ async def _go_on(state: ServerState) -> None:
     await answered(state.manager.ask(Continue(), 30.0))
 
 
-# SGLang's third, for which nothing is to be done: steps are captured anew when all is resumed.
+# SGLang's third, for which there is nothing to do: steps are captured again once all is resumed.
 GRAPHS = "cuda_graph"
 MUST = f"must be a list of {', '.join(MEMORY_TAGS)} and {GRAPHS}"
 
