@@ -14,11 +14,7 @@ from mamba_eagle.chat.family import (
     family_of,
     read_family,
 )
-from mamba_eagle.chat.parse import (
-    FamilyParser,
-    parser_problem,
-    template_problem,
-)
+from mamba_eagle.chat.parse import FamilyParser, template_problem
 from mamba_eagle.chat.render import ChatTemplate, template_source
 from mamba_eagle.chat.thinking import Budget, token_set
 from mamba_eagle.config import ServerConfig, flag_of
@@ -52,10 +48,7 @@ class ChatFormat:
         own = getattr(hf, "response_template", None)
         chat_template = self.template.source(with_tools=True)
         self.family = family_of(own, chat_template, call_parser, reasoning_parser)
-        self.problem = parser_problem()
-        if self.family is None or self.problem:
-            return
-        if wrong := template_problem(self.family):
+        if self.family is not None and (wrong := template_problem(self.family)):
             if {call_parser, reasoning_parser} & {"auto"} and own is not None:
                 # A mistake in the checkpoint does not keep it from being served.
                 log.warning("response_template of the checkpoint: %s; it is not used", wrong)
@@ -76,7 +69,7 @@ class ChatFormat:
 
     def reader(self, with_calls: bool, with_reasoning: bool) -> Family | None:
         """The part of the family that a request wants separated; None: it wants none."""
-        family = None if self.problem else self.family
+        family = self.family
         if family is None:
             return None
         if not with_calls:
@@ -147,18 +140,14 @@ def chat_problems(config: ServerConfig) -> list[str]:
             template_source(config.chat_template)
         except ValueError as error:
             problems.append(f"--chat-template {shown(config.chat_template)[1:-1]}: {error}")
-    named = False
     for name in ("tool_call_parser", "reasoning_parser"):
         value = getattr(config, name)
         if value in ("auto", NONE):
             continue
-        named = True
         try:
-            wrong = "" if parser_problem() else template_problem(read_family(value))
+            wrong = template_problem(read_family(value))
         except FamilyError as error:
             wrong = str(error)
         if wrong:
             problems.append(f"{flag_of(name)} {shown(value)[1:-1]}: {wrong}")
-    if named and (problem := parser_problem()):
-        problems.append(f"--tool-call-parser, --reasoning-parser: {problem}")
     return problems

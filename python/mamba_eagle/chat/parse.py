@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from typing import Any
 
 from mamba_eagle.chat.family import CALLS, CONTENT, REASONING, CallForm, Family
@@ -24,24 +23,11 @@ from mamba_eagle.chat.schema import tool_properties
 log = logging.getLogger("mamba_eagle.chat")
 
 
-@lru_cache(maxsize=1)
 def _library() -> Any:
-    """transformers' module; None before 5.17. Imported here: it takes a second."""
-    try:
-        from transformers.utils import chat_parsing
-    except ImportError:
-        return None
+    """transformers' module. Imported here: it takes a second."""
+    from transformers.utils import chat_parsing
+
     return chat_parsing
-
-
-def parser_problem() -> str:
-    """Why tool calls and reasoning cannot be separated here; "" if they can."""
-    if _library() is not None:
-        return ""
-    return (
-        "transformers 5.17 or newer is needed to tell tool calls and reasoning apart, and "
-        f"{version('transformers')} is installed: upgrade it"
-    )
 
 
 @dataclass(frozen=True)

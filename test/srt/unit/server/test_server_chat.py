@@ -13,7 +13,6 @@ from fake_engine import Script
 from server_harness import Harness, run, serving
 from tiny_tokenizer import EOS, byte_level, spell
 
-from mamba_eagle.chat import parse
 from mamba_eagle.chat.family import FAMILIES
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate
@@ -418,19 +417,6 @@ def test_a_server_that_knows_no_calls_says_what_to_start_it_with() -> None:
                 reply = await server.post(PATH, **asked)
                 assert reply.status_code == 400 and remedy in reply.text, reply.text
                 assert (await server.post(PATH, messages=[USER])).status_code == 200
-
-    run(test())
-
-
-def test_an_old_transformers_refuses_only_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parse, "_library", lambda: None)
-
-    async def test() -> None:
-        async with chatting(ends("a</think>b"), tool_call_parser="auto") as server:
-            reply = await server.post(PATH, messages=[USER], tools=[WEATHER])
-            assert reply.status_code == 400 and "transformers 5.17" in reply.text
-            reply = await server.post(PATH, messages=[USER])
-            assert reply.json()["choices"][0]["message"]["content"] == "a</think>b"
 
     run(test())
 

@@ -291,6 +291,6 @@ def _add_thinking(chat: ChatBuilder, thinking: Thinking, state: ServerState) -> 
 
 def _keeps_budgets(state: ServerState) -> bool:
     format = state.chat
-    if format.problem or format.family is None or format.family.reasoning is None:
+    if format.family is None or format.family.reasoning is None:
         return False
     return format.budget(1, state.manager.engine.eos_token_ids) is not None

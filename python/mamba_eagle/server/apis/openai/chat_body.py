@@ -172,8 +172,6 @@ def _read_chat(body: Rendered, format: ChatFormat, tools: Tools | None) -> Chat:
 
 def _check_tools(given: list[Any], format: ChatFormat) -> None:
     """Raises: RequestError 400 if the model could not use tools, or its calls not be read."""
-    if format.problem:
-        raise RequestError(f"tools: {format.problem}", param="tools")
     if not format.takes_tools:
         raise RequestError.about(
             "tools",

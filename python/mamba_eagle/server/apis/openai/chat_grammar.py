@@ -43,7 +43,7 @@ def chat_grammar(
 
     Raises: RequestError 400
     """
-    family = None if state.chat.problem else state.chat.family
+    family = state.chat.family
     asked = read_constraint(body, state.grammars)
     budget = _budget(body, state, family)
     calls: _Calls | None = None
