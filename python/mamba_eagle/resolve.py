@@ -42,7 +42,8 @@ def resolve(config: Config) -> Config:
         draft = str(EMBEDDED_DRAFTERS.get("EAGLE" if algorithm == "auto" else algorithm, ""))
     folder = values.setdefault("speculative_draft_model_path", draft)
     if algorithm == "auto":
-        algorithm = draft_algorithm(folder) if folder else "NONE"
+        # One that cannot be read counts as a model: the error is reported when it is loaded.
+        algorithm = (head_in(folder) or "STANDALONE") if folder else "NONE"
     values["speculative_algorithm"] = algorithm
     drafts_on_cpu = algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config)
     # A node costs nearly as much there as a step of a model in the cache: branches do not pay.
@@ -114,12 +115,6 @@ def head_problems(config: DraftSettings) -> list[str]:
         f"--speculative-algorithm {algorithm}: {folder} has a head for {made_for}; leave the "
         "flag out, or name the folder of another drafter"
     ]
-
-
-def draft_algorithm(folder: str | Path) -> str:
-    """What a drafter's folder is for: the algorithm of a head, STANDALONE for a whole model. Also
-    STANDALONE if it cannot be read: the error is reported when the drafter is loaded."""
-    return head_in(folder) or "STANDALONE"
 
 
 def head_in(folder: str | Path) -> str | None:

@@ -40,7 +40,7 @@ from mamba_eagle.models.eagle3 import (
 )
 from mamba_eagle.models.loader import CheckpointError, load_weights
 from mamba_eagle.models.registry import model_class, read_as, read_model_config
-from mamba_eagle.resolve import draft_algorithm
+from mamba_eagle.resolve import head_in
 
 torch.set_num_threads(1)
 
@@ -142,8 +142,8 @@ def test_eagle3_heads_that_bear_their_targets_name_are_known(model: Path, tmp_pa
     write_eagle3_head(tmp_path, model, architectures=["LlamaForCausalLMEagle3"])
     for name in ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Qwen3ForCausalLM"):
         edit(tmp_path, architectures=[name])
-        assert draft_algorithm(tmp_path) == "EAGLE3"
-    assert draft_algorithm(model) == "STANDALONE"
+        assert head_in(tmp_path) == "EAGLE3"
+    assert head_in(model) is None
 
 
 # ── taps ──

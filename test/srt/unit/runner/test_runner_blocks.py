@@ -38,7 +38,7 @@ from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.dflash import published_name
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import parse_config
-from mamba_eagle.resolve import draft_algorithm, resolve
+from mamba_eagle.resolve import head_in, resolve
 
 torch.set_num_threads(1)
 
@@ -320,7 +320,7 @@ def test_weights_that_are_missing_or_unexpected_are_named(model: Path, tmp_path:
 def test_folders_say_what_they_are_for(model: Path, tmp_path: Path) -> None:
     for name, drafter in DRAFTERS.items():
         folder = write(drafter, tmp_path / name, model)
-        assert draft_algorithm(folder) == drafter.algorithm
+        assert head_in(folder) == drafter.algorithm
     folder = tmp_path / "dspark"
     with pytest.raises(ConfigError, match=f"DFLASH: {folder} has a head for DSPARK; leave"):
         resolve(
