@@ -18,7 +18,7 @@ from pydantic_core import core_schema
 
 from mamba_eagle.core import Parameter, shown
 from mamba_eagle.limits import MAX_INTEGER
-from mamba_eagle.server.bodies import kinds, known
+from mamba_eagle.server.bodies import known
 from mamba_eagle.server.errors import RequestError
 
 T = TypeVar("T")
@@ -433,11 +433,11 @@ def refuse_half_pairs(values: dict[str, Any]) -> None:
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, str):
-            if kinds.as_text(value) is None:
+            if as_text(value) is None:
                 raise RequestError.about(path, value, TEXT.must)
         elif isinstance(value, dict):
             for name in value:
-                if kinds.as_text(name) is None:
+                if as_text(name) is None:
                     raise RequestError(
                         f"{path}: the name {shown(name)} must be a string of valid Unicode",
                         param=path,
