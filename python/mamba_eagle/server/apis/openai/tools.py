@@ -34,9 +34,7 @@ class Function(Content):
 
     @field_validator("parameters")
     @classmethod
-    def _is_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is None:
-            return None
+    def _is_schema(cls, value: dict[str, Any]) -> dict[str, Any]:
         if value.get("type", "object") != "object":
             raise ValueError("must be a JSON schema of type object")
         properties = value.get("properties", {})
