@@ -295,7 +295,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
 def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: int) -> str:
     """Why a model cannot take this prompt, as the end of a sentence that names it; "" if it can.
 
-    At least one output token must fit behind it.
+    At least one output token must fit after it.
     """
     if not token_ids:
         return ": the prompt is empty"

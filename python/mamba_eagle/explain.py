@@ -119,7 +119,7 @@ def certainty(step: dict[str, Any], node: int) -> float:
 
 
 def token_names(step: dict[str, Any]) -> list[str]:
-    """Of the nodes and, last, of the bonus: texts in quotes, with escapes, or ids where the server
+    """Of the nodes and, last, the bonus: texts in quotes, with escapes, or ids where the server
     has no tokenizer."""
     if "token_texts" in step:
         return [repr(text) for text in (*step["token_texts"], step["bonus_text"])]

@@ -18,7 +18,7 @@ class NotFound(ValueError):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether it is a GGUF file that is meant, by its name."""
+    """Whether the name is that of a GGUF file."""
     return str(path).endswith(GGUF)
 
 

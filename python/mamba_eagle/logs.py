@@ -16,7 +16,7 @@ PROGRESS_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # a bar would 
 
 
 def set_up(level: str, kind: str, role: str) -> None:
-    """Of the whole process. kind: --log-format. role: server, scheduler or runner."""
+    """For the whole process. kind: --log-format. role: server, scheduler or runner."""
     handler = logging.StreamHandler()
     if kind == "json":
         handler.setFormatter(JsonFormatter(role))

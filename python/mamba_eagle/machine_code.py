@@ -57,7 +57,7 @@ def cache_folder(package: Path, sources: Sequence[str], places: Sequence[Path]) 
 
 
 def own_cache_folder(beside: Path = PACKAGE / "__pycache__") -> Path:
-    """That of this package: beside its sources, else in the user's cache, else in a private folder,
+    """The package's folder: beside its sources, else in the user's cache, else in a private folder,
     of which a line in the log says what to do."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # not absolute: there is no home

@@ -127,7 +127,7 @@ class PackedForward:
 
 
 def packed(sequences: Sequences, config: EngineConfig) -> Iterator[list[PrefillItem]]:
-    """Passes over sequences, one behind the other; the end of a pass may cut one in two.
+    """Passes over sequences, one after the other; the end of a pass may cut one in two.
 
     Tokens take KV slots in a circle, sequences take request and state slots so. A pass writes over
     those of sequences that have ended: only its first one has begun before, within

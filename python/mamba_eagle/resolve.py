@@ -66,7 +66,7 @@ def resolve(config: Config) -> Config:
 
 
 def drafts_from_few_bits(config: EngineConfig) -> bool:
-    """Whether no bits are asked for, and there are products of integers."""
+    """Whether the flags leave the bits open, and there are products of integers."""
     given = (config.speculative_draft_model_quantization, config.quantization)
     return given == ("same", "auto") and multiplies_integers(config)
 

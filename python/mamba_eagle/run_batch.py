@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_done(path: str) -> dict[str, bool]:
-    """By the custom_ids that have a reply whether it is an error. A line that was cut when its run
-    ended is cut off.
+    """Whether each reply is an error, by the custom_ids that have one. A line that was cut when its
+    run ended is cut off.
 
     Raises: OSError; ConfigError if it has other lines than replies: it is another file.
     """

@@ -58,7 +58,7 @@ def _output(*command: str) -> str:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where there is none."""
+    """The version of an installed package; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -195,7 +195,7 @@ def speed_of(
     copy_tb_s: float | None,
     experts: float = 0.0,
 ) -> Speed:
-    """Of the steps in which no request had finished yet; ``made`` has at least one."""
+    """The speed of the steps in which no request had finished yet; ``made`` has at least one."""
     steps, batch = made.full_steps, len(made.tokens)
     seconds = sum(made.step_seconds[i] for i in steps) / len(steps)
     tokens = sum(made.step_tokens[i] for i in steps) / len(steps)

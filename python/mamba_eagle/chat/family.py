@@ -129,7 +129,7 @@ def _family(name: str, values: Mapping[str, Any]) -> Family:
 
 
 def checked_template(template: Any) -> Mapping[str, Any]:
-    """With the names of fields that are used here.
+    """The template with the names of fields that are used here.
 
     Raises: FamilyError
     """

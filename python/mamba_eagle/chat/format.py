@@ -62,7 +62,7 @@ class ChatFormat:
         return "tools" in self.template.source(with_tools=True)
 
     def prefix(self, prompt: str) -> str:
-        """What of the assistant's message the prompt already has."""
+        """The part of the assistant's message that the prompt already has."""
         if self.family is None:
             return ""
         return after_last_anchor(self.family.template, prompt)
@@ -133,7 +133,7 @@ def reasoning_is(family: Family | None, prefix: str) -> str:
 
 
 def chat_problems(config: ServerConfig) -> list[str]:
-    """What of ``--chat-template`` and the parsers cannot be used, with what to change."""
+    """Why ``--chat-template`` and the parsers cannot be used, with what to change."""
     problems = []
     if config.chat_template:
         try:

@@ -112,7 +112,7 @@ class JsonCalls(LiveCalls):
         return pieces
 
     def _take(self) -> tuple[str, bool]:
-        """What of the text belongs to the arguments, and whether they end with it."""
+        """The part of the text that belongs to the arguments, and whether they end with it."""
         text, end = self._text, len(self._text)
         for mark in self.MARK.finditer(text):
             char = mark[0]
@@ -201,7 +201,7 @@ class TagCalls(LiveCalls):
         return isinstance(schema, Mapping) and schema.get("type") == "string"
 
     def _part_of_text(self, end: int) -> str | None:
-        """Without what may be its end."""
+        """The text so far, without what may be its end."""
         end -= 1  # a line end before that is not part of it
         if end <= 0:
             return None

@@ -146,7 +146,7 @@ def _readable(function: Mapping[str, Any]) -> dict[str, Any]:
     properties = {}
     for name, value in root.get("properties", {}).items():
         types = types_of(standalone(value, root))
-        # What may be a text is one, whatever else it reads as.
+        # A value that may be a text is one, whatever else it reads as.
         order = ["string", *types & {"null"}] if "string" in types else sorted(types)
         properties[name] = {"type": order} if order else {}
     return {**function, "parameters": {"type": "object", "properties": properties}}

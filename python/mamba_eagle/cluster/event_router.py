@@ -61,7 +61,7 @@ class EventRouter(RequestRouter):
         return [[replicas[name]] for name in names]
 
     async def _tokens(self, request: Forwarded) -> Sequence[int]:
-        """Of the prompt, as the server of some replica makes them; () if it goes by load."""
+        """Tokens of the prompt, as the server of some replica makes them; () if it goes by load."""
         asked = to_tokenize(request.path.partition("?")[0], request.body)
         if isinstance(asked, list):
             return asked

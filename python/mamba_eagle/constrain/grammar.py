@@ -205,7 +205,7 @@ def regex_literal(pattern: str) -> str:
 
 
 def text_pattern(text: str) -> str:
-    """Of a regex of Lark: this text. Slashes and line ends do not end it."""
+    """A part of a regex of Lark: this text. Slashes and line ends do not end it."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 

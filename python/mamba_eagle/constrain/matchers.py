@@ -47,7 +47,7 @@ class Matchers:
             wait([self._vocabulary])
 
     def start(self, params: SamplingParams) -> RequestGrammar:
-        """At the start of ``params.grammar``, which is compiled meanwhile, or of its rules."""
+        """One at the start of ``params.grammar``, which is compiled meanwhile, or of its rules."""
         base = self.compile(params.grammar) if params.grammar else None
 
         def spoiled() -> None:

@@ -224,7 +224,7 @@ class RequestGrammar:
         return np.zeros(self._words, dtype=np.uint32)
 
     def branch(self) -> Branch | None:
-        """At the end of the output; None after an error."""
+        """A branch at the end of the output; None after an error."""
         matcher = self._stand_at(self.root)
         return None if matcher is None else Branch(self, matcher.deep_copy(), self.root.depth)
 

@@ -17,7 +17,7 @@ from mamba_eagle.core import SamplingParams
 
 
 class TokenRules:
-    """Of one request: its ``allowed_token_ids`` and ``bad_word_ids``. words: of a mask."""
+    """A request's ``allowed_token_ids`` and ``bad_word_ids``. words: of a mask."""
 
     def __init__(self, params: SamplingParams, words: int) -> None:
         allowed = params.allowed_token_ids

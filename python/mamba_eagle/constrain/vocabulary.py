@@ -66,7 +66,7 @@ class Vocabulary:
         return (self.size + 31) // 32
 
     def matcher(self, text: str) -> LLMatcher:
-        """At the start of the grammar ``text``; what is wrong with it is ``get_error()``."""
+        """One at the start of the grammar ``text``; what is wrong with it is ``get_error()``."""
         return LLMatcher(self.tokens, text, log_level=0, limits=LIMITS)
 
     def problem(self, grammar: Grammar) -> tuple[str, str]:

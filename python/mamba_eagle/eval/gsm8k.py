@@ -88,7 +88,7 @@ def answer_value(text: str) -> int | None:
 
 
 def load_tokenizer(config: ModelSettings) -> Tokenizer:
-    """Of a resolved ``config``."""
+    """The tokenizer of a resolved ``config``."""
     return Tokenizer.from_str(read_tokenizer(config.tokenizer_path))
 
 

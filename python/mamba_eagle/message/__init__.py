@@ -36,7 +36,7 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
 
 class Answer(Message):
-    """Of a question, whose ``call_id`` it repeats."""
+    """The answer to a question, whose ``call_id`` it repeats."""
 
     call_id: int
     problem: str = ""  # why nothing has changed
@@ -287,7 +287,7 @@ class StepTrace(msgspec.Struct, array_like=True):
 
 
 class RoutedExperts(msgspec.Struct, array_like=True):
-    """Of consecutive tokens of a request, in each layer."""
+    """The experts of consecutive tokens of a request, in each layer."""
 
     start: int  # position of the first one; what is said of a position again replaces it
     count: int

@@ -72,7 +72,7 @@ class RequestLog:
         return shown(finish.as_dict())
 
     def _fields(self, sample: Sample, seconds: float) -> dict[str, Any]:
-        """Of an ended sample, for --log-format json."""
+        """The fields of an ended sample, for --log-format json."""
         assert sample.finish is not None
         return {
             "rid": shown(sample.rid)[1:-1],

@@ -230,7 +230,7 @@ def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    """Of the model or an adapter, for OpenAI's clients and Anthropic's; ``parent`` is vLLM's."""
+    """A model or an adapter, for OpenAI's clients and Anthropic's; ``parent`` is vLLM's."""
     begin = datetime.fromtimestamp(state.started, timezone.utc)
     adapter = state.adapters.get(name)
     return {

@@ -39,7 +39,7 @@ class Offered(NamedTuple):
 
 
 class RemoteReads:
-    """Of a server process, in any of its threads. The agent is made when it is first needed."""
+    """For a server process, from any of its threads. The agent is made when it is first needed."""
 
     def __init__(self) -> None:
         self._offered: dict[str, Offered] = {}

@@ -130,7 +130,7 @@ class ServerState:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """By which a request asks for the model itself."""
+        """Names by which a request asks for the model itself."""
         return "", "default", self.model_name, self.config.model_path
 
     @property

@@ -171,7 +171,7 @@ class TokenizerManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
         self._next_turn: asyncio.Handle | None = None
-        # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        # The file descriptor signals a change, not a state: each wake must read all there is.
         self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
         self._loop.call_soon(self._receive_all)
 

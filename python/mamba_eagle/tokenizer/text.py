@@ -120,7 +120,7 @@ class TextTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """In order; a text longer than a batch is one of its own."""
+    """The texts in order; one that is longer than a batch is a batch of its own."""
     batch: list[str] = []
     characters = 0
     for text in texts:

@@ -101,7 +101,7 @@ async def _reply(job: Job[EmbeddingsBody]) -> dict[str, Any]:
 
 
 def _vector(sample: Sample, normalize: bool) -> Vector:
-    """Of float32, little-endian; of length 1 if it is normalized.
+    """In float32, little-endian; of length 1 if it is normalized.
 
     Raises: RequestError if the model made numbers that JSON has not.
     """

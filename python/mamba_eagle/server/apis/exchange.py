@@ -112,5 +112,5 @@ def _need_tier(state: ServerState) -> None:
 
 
 def _new_file(state: ServerState) -> Path:
-    """In the server's own folder, which ends with it."""
+    """A path in the server's own folder, which ends with it."""
     return Path(state.folder, f"prefix-{secrets.token_hex(12)}")

@@ -52,7 +52,7 @@ async def docs() -> Response:
 
 
 def describe(routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]:
-    """In OpenAPI 3.1."""
+    """The description in OpenAPI 3.1."""
     paths: dict[str, dict[str, Any]] = {}
     models: Schema = {}
     for route in routes:

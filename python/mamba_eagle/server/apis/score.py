@@ -139,7 +139,7 @@ def _items(body: ScoreBody, state: ServerState) -> list[list[int]]:
 
 
 def _labels(value: Any, state: ServerState, count: int) -> list[list[int]]:
-    """Of each item: those of all, or its own."""
+    """The labels of each item: those for all, or its own."""
     if not isinstance(value, list) or not value:
         raise RequestError.about("label_token_ids", value, LABELS.must)
     if not isinstance(value[0], list):

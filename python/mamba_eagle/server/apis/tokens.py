@@ -102,7 +102,7 @@ def _answer(ids: list[list[int]], single: bool, state: ServerState) -> bytes:
 
 
 def _chat_ids(body: TokenizeBody, state: ServerState) -> list[int]:
-    """Of the prompt that /v1/chat/completions makes of the same body."""
+    """Token ids of the prompt that /v1/chat/completions makes of the same body."""
     for name in ("prompt", "text"):
         if (given := getattr(body, name)) is not None:
             remedy = "messages are given as well: send one of the two"

@@ -4,8 +4,8 @@
     OpenAI routes          response_format, and the names above beside the other parameters
     everywhere             vLLM's structured_outputs {json, regex, ...} and guided_json, ...
 
-Trying compiles the grammar, which may take for ever, so it is done elsewhere (grammar_trials.py).
-A body with a grammar that was not tried lately is read twice: the first time ``Untried`` ends it.
+Trying compiles the grammar, which may never end, so it is done elsewhere (grammar_trials.py).
+A body with a grammar that was not tried recently is read twice: the first time ``Untried`` ends it.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def whitespace_problems(config: ServerConfig) -> list[str]:
 
 
 def _whitespace(body: Constrained, grammars: Grammars) -> str | None:
-    """In JSON: the inner field of vLLM's counts before the older one, and that before the flag."""
+    """Of JSON: vLLM's inner field counts before the older one, and that before the flag."""
     inner = body.structured_outputs
     if inner is not None and inner.disable_any_whitespace:
         return ""

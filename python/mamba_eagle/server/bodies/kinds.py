@@ -114,7 +114,7 @@ def limit(value: Any, what: str, most: int) -> None:
 
 
 class TooMany(ValueError):
-    """Of a value that is not shown: it is too long."""
+    """For a value that is not shown, since it is too long."""
 
     def __init__(self, what: str, count: int, most: int) -> None:
         super().__init__(f"{count} {what} are more than the limit of {most}: send fewer")

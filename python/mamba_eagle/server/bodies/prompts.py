@@ -148,7 +148,7 @@ def limit_prompts(value: Any, name: str, what: str = "prompts", most: int = MAX_
 
 
 def count_prompts(value: Any) -> int:
-    """Of a field that may be a list of texts or of lists of ids."""
+    """How many prompts a field has that may be a list of texts or of lists of ids."""
     batch = isinstance(value, list) and value and isinstance(value[0], (str, list))
     return len(value) if batch else 1
 

@@ -13,7 +13,7 @@ FOLDERS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Of a resolved config: the contents of config.json, and names and sizes of the files of
+    """Hash of a resolved config: the contents of config.json, and names and sizes of the files of
     weights; the model may be a single file. The weights themselves are not read."""
     digest = hashlib.sha256()
     for name in filter(None, (config.model_path, config.speculative_draft_model_path)):

@@ -108,7 +108,7 @@ class Child:
 
 
 def write_settings(socket_dir: str, config: EngineConfig) -> None:
-    """For the processes that are started in this folder. Raises: OSError"""
+    """Writes the settings for processes that are started in this folder. Raises: OSError"""
     Path(socket_dir, SETTINGS).write_text(json.dumps(dataclasses.asdict(config)))
 
 
@@ -177,7 +177,7 @@ class Watchdog:
         known.heard(beat)
 
     def tick(self, seconds: float) -> str | None:
-        """``seconds`` have passed. Gives what is wrong, for the log and for clients; None if the
+        """``seconds`` have passed. Returns what is wrong, for the log and for clients; None if the
         engine works."""
         for pulse in (self._scheduler, *self._runners):
             pulse.silence += seconds

@@ -20,7 +20,7 @@ LOST_NODE, KILLED, ENDED = range(3)
 
 
 def fault(text: str, code: int) -> Fault:
-    """Of a process that ended with this exit code, 0 or less if it was killed."""
+    """The fault of a process that ended with this exit code, 0 or less if it was killed."""
     return Fault(KILLED if code < 0 else ENDED, text, max(code, 0) or 1)
 
 
@@ -39,7 +39,7 @@ class Nodes:
         self.on_fault(found)
 
     def take_beats(self) -> list[Heartbeat]:
-        """Of the ranks on other nodes, since the last call."""
+        """Heartbeats of the ranks on other nodes since the last call."""
         return []
 
     def write_stacks(self) -> None:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 
 def _plain(value: Any) -> Any:
-    """Of arrays and tensors, and of a number out of them."""
+    """Arrays, tensors and their numbers as values of JSON."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"a body holds JSON values, arrays and tensors, not {type(value)}")
     return value.tolist()

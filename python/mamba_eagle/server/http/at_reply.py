@@ -13,7 +13,7 @@ trace_parent: ContextVar[str] = ContextVar("trace_parent", default="")
 MAX_LENGTH = 128  # characters; a longer one is replaced
 
 
-# A request has come; gives what is called with the reply's first message.
+# Called when a request has come; returns what is called with the reply's first message.
 Begin = Callable[[Scope], Callable[[Message], None]]
 
 

@@ -70,7 +70,7 @@ MAX_SPARE = 256
 
 
 def raise_limit(wanted: int) -> int:
-    """Raises the limit to ``wanted``, or to this user's maximum; gives what it is then."""
+    """Raises the limit to ``wanted``, or to this user's maximum; returns the new one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -93,7 +93,7 @@ def descriptor_problems() -> list[str]:
 
 
 def room_for_connections(wanted: int) -> tuple[int, int]:
-    """What of ``wanted`` connections fits beside what is open now; and how many beyond those, for
+    """How many of ``wanted`` connections fit beside what is open now; and how many more, for
     telling clients that there is no room."""
     try:
         used = len(os.listdir("/proc/self/fd"))
@@ -216,7 +216,7 @@ class Connection(HttpToolsProtocol):
         self._pieces_left = MAX_BODY_PIECES
 
     def on_body(self, body: bytes) -> None:
-        """Of a piece: a chunk of the client's, or what was received at a time."""
+        """For each piece: a chunk of the client's, or what was received at a time."""
         self._got_further = True
         self._pieces_left += len(body) / MIN_BODY_PIECE - 1
         if self._pieces_left >= 0:

@@ -21,7 +21,7 @@ from mamba_eagle.limits import (
 )
 from mamba_eagle.server.errors import RequestError
 
-SLICE = 2**17  # bytes looked at at a time
+SLICE = 2**17  # bytes scanned at a time
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 
 

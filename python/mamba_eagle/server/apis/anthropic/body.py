@@ -123,7 +123,7 @@ def parse_message(values: dict[str, Any], state: ServerState) -> OpenAIJob:
 
 
 def count_tokens(values: dict[str, Any], state: ServerState) -> int:
-    """Of the prompt that ``parse_message`` would make.
+    """How many tokens the prompt has that ``parse_message`` would make.
 
     Raises: RequestError 400
     """
@@ -215,7 +215,7 @@ def _add_user(chat: ChatBuilder, content: Any, own: str) -> None:
 def _blocks(
     content: list[Any], own: str, kinds: tuple[str, ...]
 ) -> Iterator[tuple[AnthropicBlock, str]]:
-    """With the path of each."""
+    """The blocks, each with its path."""
     for i, entry in enumerate(content):
         path = f"{own}.content[{i}]"
         block = read(AnthropicBlock, entry, path)

@@ -63,7 +63,7 @@ class OpenAIBody(Common, Sampled, Formatted):
 
     @property
     def samples(self) -> int:
-        """Of each prompt."""
+        """How many samples each prompt has."""
         return self.n
 
     @property

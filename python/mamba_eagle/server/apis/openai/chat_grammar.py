@@ -39,7 +39,7 @@ class ConstrainedChat(Formatted, Thought):
 def chat_grammar(
     body: ConstrainedChat, state: ServerState, tools: Tools | None, prefix: str
 ) -> str:
-    """For ``SamplingParams.grammar``. prefix: what of the assistant's message the prompt has.
+    """For ``SamplingParams.grammar``. prefix: the part of the assistant's message in the prompt.
 
     Raises: RequestError 400
     """
@@ -124,7 +124,7 @@ class _Calls:
         }
 
     def constraint(self, asked: Constraint | None) -> Constraint | None:
-        """For the whole answer; None: the model may write anything."""
+        """The constraint of the whole answer; None: the model may write anything."""
         tools = list(self._callable.values())
         if asked is None and not any(tool.strict for tool in tools):
             return None

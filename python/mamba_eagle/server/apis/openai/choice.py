@@ -35,7 +35,7 @@ class Choice(ABC):
 
     @property
     def mean_logprob(self) -> float:
-        """Of the output; 0 unless logprobs were asked for."""
+        """The mean over the output; 0 unless logprobs were asked for."""
         return self._total / max(1, len(self.sample.output_ids))
 
     def prompt_logprobs(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _call(value: Any, call: MessageCall, path: str) -> dict[str, Any]:
 
 
 def json_object(text: str, path: str) -> dict[str, Any]:
-    """Of the arguments of a call; an empty text means none.
+    """The arguments of a call; an empty text means none.
 
     Raises: RequestError 400
     """

@@ -77,7 +77,7 @@ class Written:
         return any(part.field == CALLS for part in self.parts)
 
     async def count_reasoning(self, tokenizer: TextTokenizer) -> None:
-        """Without its tags. In a thread, since it may be long."""
+        """Counts its tokens, without tags. In a thread, since it may be long."""
         text = "".join(part.text for part in self.parts if part.field == REASONING)
         if text:
             tokens = await asyncio.to_thread(tokenizer.encode, text, False)

@@ -67,7 +67,7 @@ async def _serve(
 
 
 def best_of_each(choices: list[Choice], given: int) -> list[Choice]:
-    """Of each prompt's samples those with the best mean logprobs, numbered anew."""
+    """Those of each prompt's samples with the best mean logprobs, renumbered."""
     found: list[Choice] = []
     for _, own in groupby(choices, lambda choice: id(choice.sample.prompt)):
         samples = list(own)

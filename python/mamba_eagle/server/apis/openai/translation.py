@@ -60,7 +60,7 @@ class ChatBuilder:
             raise self.renamed(error) from None
 
     def renamed(self, error: RequestError) -> RequestError:
-        """With the fields' names as the route has them; the values stay as they are."""
+        """The error with the fields' names as the route has them; the values stay as they are."""
         message, param = error.message, error.param
         if param is None:
             return error

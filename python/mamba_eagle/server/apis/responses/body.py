@@ -296,7 +296,7 @@ def _entries(body: ResponseBody, shelf: Shelf) -> Iterator[tuple[str, Any]]:
 
 
 def _with_texts(item: Item, own: str) -> Item:
-    """In place of parts. Raises: RequestError 400"""
+    """The item with texts in place of parts. Raises: RequestError 400"""
     check_kind(item.type, own, tuple(ITEMS))
     types = REASONING_TEXT if item.type == "reasoning" else TEXTS
     for name in ITEM_TEXTS:

@@ -147,7 +147,7 @@ async def weight_checker(request: Request, state: Trusted) -> Response:
 
 
 async def _checksums(state: ServerState, action: str) -> list[dict[str, str]]:
-    """By tensor, of each rank."""
+    """The checksums of each rank, by tensor."""
     if action.startswith("reset"):
         raise RequestError.about("action", action, NO_RESET)
     asked = state.manager.ask(AskRanks(task=SumWeights()), RANK_SECONDS)
