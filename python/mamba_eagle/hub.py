@@ -78,18 +78,16 @@ def _fetched(path: str, revision: str, get: Callable[[bool], Path | None]) -> Pa
 
     Raises: NotFound
     """
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
         if cached := get(True):
             return cached
-    except (LocalEntryNotFoundError, OSError, ValueError):
+    except (OSError, ValueError):
         pass  # not in the cache, or not all of it
     try:
         fetched = get(False)
         assert fetched is not None
         return fetched
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # the library's own are OSErrors
         where = path + (f", revision {revision}" if revision else "")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
@@ -113,11 +111,10 @@ def _gguf_of(found: re.Match[str], revision: str, local_files_only: bool) -> Pat
 def _named_files(path: str, revision: str) -> str:
     """What to name instead, for a message: the GGUF files of a repository."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         files = HfApi().list_repo_files(path, revision=revision or None)
-    except (HfHubHTTPError, OSError, ValueError):
+    except (OSError, ValueError):
         files = []
     names = [f"{path}/{name}" for name in files if is_gguf(name)]
     return f"; name one of its GGUF files: {', '.join(names)}" if names else ""
