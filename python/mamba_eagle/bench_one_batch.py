@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     if problem := simulation_problem(args, config):
         sys.exit(f"error: {problem}")
-    # the benchmark says so beside its numbers, and tells the runner itself
+    # the benchmark says so next to its numbers, and tells the runner itself
     config = dataclasses.replace(config, simulate_acc_len=0.0)
     args.simulate_acc_len = args.simulate_acc_len or None
     from mamba_eagle.bench import one_batch  # torch takes seconds to import, --help does not

@@ -15,7 +15,7 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str = "tcp://127.0.0.1:5558"  # "": no replay
     buffer_steps: int = 10_000  # batches that can be replayed
-    hwm: int = 100_000  # messages that wait for a slow subscriber before its are dropped
+    hwm: int = 100_000  # messages that wait for a slow subscriber; more are dropped
     max_queue_size: int = 100_000  # batches that wait to be sent
     topic: str = ""
     enable_kv_cache_events: bool = True

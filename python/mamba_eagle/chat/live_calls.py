@@ -116,7 +116,7 @@ class JsonCalls(LiveCalls):
         text, end = self._text, len(self._text)
         for mark in self.MARK.finditer(text):
             char = mark[0]
-            if char == "\\":  # what it escapes has not come
+            if char == "\\":  # what it escapes has not come yet
                 end = mark.start()
             elif char == '"':
                 self._in_text = not self._in_text

@@ -7,9 +7,9 @@ from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.core import shown
 
 MAX_REFERENCES = 8  # in a row
-# What says more of an object than each argument's own schema does.
+# Keywords that say more of an object than each argument's own schema does.
 WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
-# What else says which properties there may be.
+# Others that say which properties there may be.
 OTHERS = ("additionalProperties", "unevaluatedProperties", "$ref")
 
 

@@ -184,7 +184,7 @@ def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
     if router is not None:
         options["request_router_config"] = router
     replicas = serve.deployment(**options)(Replica).bind(config.server_flags, with_events)
-    quiet = {"env_vars": {"DYN_LOG": "error"}}  # a new subscriber's first gap is a warning to it
+    quiet = {"env_vars": {"DYN_LOG": "error"}}  # it would warn of a new subscriber's first gap
     ingress = serve.deployment(
         num_replicas=1,
         max_ongoing_requests=4096,

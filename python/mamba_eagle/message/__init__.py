@@ -73,7 +73,7 @@ class Generate(Returned, tag=True, kw_only=True):
     rid: str
     token_ids: list[int]
     sampling: SamplingParams
-    n: int = 1  # samples; of what is sent: 1
+    n: int = 1  # samples; 1 in what is sent
     seed: int | None = None  # None: a random one; ``sampling`` has a sample's own when it is sent
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     routed_experts_start: int = 0  # position of the first token whose experts are read
@@ -461,7 +461,7 @@ class FirstChunk(Returned, kw_only=True):
     history: Indices = msgspec.field(default_factory=indices)
     logprob_temperature: float = 1.0  # that divides logits of the output before logprobs are taken
     adapter: int = -1  # its slot; -1: none
-    salted: bool = False  # a drafter is not to draft for others from its text
+    salted: bool = False  # a drafter must not draft for others from its text
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):

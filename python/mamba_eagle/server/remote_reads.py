@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-PACKAGES = ("nixl_cu13", "nixl_cu12")  # what nixl chooses from, for which it loads torch
+PACKAGES = ("nixl_cu13", "nixl_cu12")  # nixl itself chooses between them, and loads torch to do so
 POLL_SECONDS = 0.001
 TAKE_SECONDS = 300.0
 OFFER_SECONDS = 120.0  # that a file stays for the other server

@@ -98,11 +98,11 @@ class ServerState:
     config: ServerConfig
     manager: TokenizerManager
     recorder: Recorder
-    folder: str  # the server's own, which ends with it
+    folder: str  # the server's own, removed at its end
     started: float = field(default_factory=time.time)
     lifetime: Lifetime = field(default_factory=Lifetime)
     adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
-    paused: bool = False  # requests that come wait
+    paused: bool = False  # new requests wait
     incoming: Incoming = field(default_factory=Incoming)  # weights from a group
     remote_reads: RemoteReads = field(default_factory=RemoteReads)  # of prefixes
     withdrawing: asyncio.Task[None] | None = None  # ends when others have read what was offered

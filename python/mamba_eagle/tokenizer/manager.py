@@ -43,7 +43,7 @@ TURN_SECONDS = 0.005
 
 
 def _message(sample: Sample) -> Generate:
-    # Stop strings are looked for here; thousands of them would travel for nothing.
+    # Stop strings are looked for here; thousands of them would be sent for nothing.
     own = replace(sample.prompt.sampling, seed=sample.seed, stop=[])
     name, arrival = sample.engine_rid, sample.request.arrival
     return replace(sample.prompt, rid=name, sampling=own, n=1, seed=None, arrival_time=arrival)

@@ -49,7 +49,7 @@ class Sample:
         self.input_logprobs: list[TokenLogprob] = []
         self.hidden: list[bytes] = []  # as in RequestOutput, likewise
         self.traces: list[StepTrace] = []
-        self._versions: list[tuple[int, str]] = []  # of the weights, from which token on
+        self._versions: list[tuple[int, str]] = []  # first tokens, and versions of the weights
         self.embedding = b""  # float32, little-endian
         self._experts = bytearray()  # [tokens, layers, k] int32
         self.experts_width = 0  # bytes per token

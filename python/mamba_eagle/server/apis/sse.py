@@ -18,7 +18,7 @@ from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every client skips
-BATCHED_TOKENS = 16  # whose logprobs a plain reply takes over at a time
+BATCHED_TOKENS = 16  # after which a plain reply takes logprobs over
 TURN_SECONDS = 0.005  # of the event loop, for the outputs of one request
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")

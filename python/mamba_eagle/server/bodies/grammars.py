@@ -332,7 +332,7 @@ def _json_schema(value: Any, path: str, whitespace: str | None) -> Grammar:
     if isinstance(value, str):
         _string(value)
     made = json_schema_grammar(value, whitespace)
-    if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
+    if "NaN" in made.body or "Infinity" in made.body:  # perhaps only in a name or a text
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:

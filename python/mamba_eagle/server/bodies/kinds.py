@@ -261,7 +261,7 @@ class Body(BaseModel):
     """A body, or an object within one."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    # of other servers' fields, with those of the classes above: what to do instead, or nothing
+    # fields of other servers, those of base classes included: what to do instead, or nothing
     REFUSED: ClassVar[Mapping[str, str]] = {}
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     FIELDS: ClassVar[frozenset[str]] = frozenset()  # as clients call them

@@ -103,7 +103,7 @@ def _drop_escaped(part: np.ndarray, is_quote: np.ndarray, escaped: bool) -> bool
     return bool(targets[-1] == len(part))
 
 
-UNSCANNED = 2**14  # bytes: the worst of so few take 5 ms
+UNSCANNED = 2**14  # bytes: the worst of this length take 5 ms
 PIECE = 2**16  # bytes of token ids decoded at a time
 TOKEN_FIELDS = ("input_ids", "prompt", "tokens")  # may hold more numbers than others
 

@@ -113,7 +113,7 @@ class HttpServer(uvicorn.Server):
         client.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, client, **self._tls)
-        except OSError as error:  # a handshake that failed as well
+        except OSError as error:  # also when a handshake has failed
             log.debug("a client left while it was being connected: %s", error)
             client.close()
 

@@ -115,7 +115,7 @@ class FileStore:
 
 log = logging.getLogger("mamba_eagle.server")
 WINDOW = 24 * 3600  # seconds that a batch may take
-FULL_PAUSE = 1.0  # seconds until a line is tried again that the server had no room for
+FULL_PAUSE = 1.0  # seconds until a line that found no room is tried again
 UNAVAILABLE = 503
 ENDED = ("completed", "failed", "cancelled", "expired")
 

@@ -53,7 +53,7 @@ def chat_grammar(
     made = asked
     if calls is not None and tools is not None:
         if tools.must_call and asked is not None:
-            # A form is for text, and there will be none: clients send both (instructor).
+            # A form is for text, and there will be none: some clients send both (instructor).
             state.grammars.check(asked.grammar, asked.path)
             asked = None
         made = calls.constraint(asked)
