@@ -103,10 +103,6 @@ class CallGrammars:
         rules = f"KEY: /[^<>\\n]{{1,64}}/\n{value.rules}"
         return lark_grammar(f"start: tag*\ntag: {tag} {self._literal(value.end)}\n{rules}")
 
-    def opening(self) -> str:
-        """The tag that a call begins with."""
-        return _opening(self.form.begin_all or self.form.begin)
-
     def _calls(self, tools: Sequence[CallableTool], parallel: bool, begin: str) -> Grammar:
         form = self.form
         calls = [self.arguments(tool) for tool in tools]
@@ -123,6 +119,11 @@ class CallGrammars:
 
     def _literal(self, text: str) -> str:
         return literal(text, self.special)
+
+
+def opening(form: CallForm) -> str:
+    """The tag that a call begins with."""
+    return _opening(form.begin_all or form.begin)
 
 
 def _opening(begin: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from chat_rig import NAMES, TOOLS, tool
 
-from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars
+from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars, opening
 from mamba_eagle.chat.family import FAMILIES, Tags, read_family
 from mamba_eagle.chat.parse import FamilyParser, ToolCall
 from mamba_eagle.chat.schema import closed, readable_tools
@@ -106,7 +106,7 @@ def test_what_begins_like_a_call_is_one(family: str, vocabulary: Vocabulary) -> 
         tokens = vocabulary.tokens.tokenize_str(text)
         assert matcher.try_consume_tokens(tokens) == len(tokens), text
     assert EOS in allowed(vocabulary, matcher)
-    tokens = vocabulary.tokens.tokenize_str(makers.opening() + "oops")
+    tokens = vocabulary.tokens.tokenize_str(opening(makers.form) + "oops")
     assert matcher.try_consume_tokens(tokens) < len(tokens)
 
 

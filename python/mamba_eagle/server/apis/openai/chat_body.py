@@ -96,8 +96,7 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     if body.logprobs:
         wanted = TOP.take(0 if body.top_logprobs is None else body.top_logprobs, "top_logprobs")
     tools, chat, text = render_chat(body, state)
-    calls = tools is not None and tools.may_call
-    family = state.chat.reader(calls, body.separate_reasoning)
+    family = state.chat.reader(tools is not None, body.separate_reasoning)
     answers = chat.add_generation_prompt or chat.continue_final_message
     prefix = state.chat.prefix(text) if answers else ""
     # The template writes the special tokens itself.
@@ -122,7 +121,7 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     )
     job.kept_tokens = state.chat.kept_tokens(family)
     if family is not None:
-        known = readable_tools(chat.tools or ()) if calls else ()
+        known = readable_tools(chat.tools or ())
         most = 1 if tools is not None and not tools.parallel else None
         job.make_parser = partial(FamilyParser, family, prefix, known, most, is_live=body.stream)
     return job
@@ -157,12 +156,12 @@ def _read_chat(body: Rendered, format: ChatFormat, tools: Tools | None) -> Chat:
             problem = "the last message must be one of role assistant"
         if problem:
             raise RequestError.about("continue_final_message", True, problem)
-    if tools is not None and tools.may_call:
+    if tools is not None:
         _check_tools(tools.given, format)
     begins = body.add_generation_prompt
     return Chat(
         messages=messages,
-        tools=tools.given if tools is not None and tools.may_call else None,
+        tools=tools.given if tools is not None else None,
         documents=body.documents,
         add_generation_prompt=not goes_on if begins is None else begins,
         continue_final_message=goes_on,

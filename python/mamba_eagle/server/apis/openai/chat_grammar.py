@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars
+from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars, opening
 from mamba_eagle.chat.family import Family
 from mamba_eagle.chat.format import reasoning_is
 from mamba_eagle.chat.thinking import Budget, thinking_first
@@ -46,12 +46,10 @@ def chat_grammar(
     family = state.chat.family
     asked = read_constraint(body, state.grammars)
     budget = _budget(body, state, family)
-    calls: _Calls | None = None
-    if tools is not None and tools.may_call:
+    made, calls = asked, None
+    if tools is not None:
         assert family is not None  # refused otherwise
         calls = _Calls(state.grammars, family, tools)
-    made = asked
-    if calls is not None and tools is not None:
         if tools.must_call and asked is not None:
             # A form is for text, and there will be none: some clients send both (instructor).
             state.grammars.check(asked.grammar, asked.path)
@@ -67,7 +65,7 @@ def chat_grammar(
             family.reasoning,
             reasoning_is(family, prefix),
             state.grammars.special,
-            opening(family),
+            opening(family.calls) if family.calls is not None else "",
             budget,
         )
     if grammar is None:  # a budget, but no reasoning
@@ -78,11 +76,6 @@ def chat_grammar(
         if calls is not None:
             calls.check_each()  # says which tool it is
         raise
-
-
-def opening(family: Family) -> str:
-    """What a call begins with; "" if that is not known."""
-    return CallGrammars(family).opening() if family.calls is not None else ""
 
 
 def _budget(body: Thought, state: ServerState, family: Family | None) -> Budget | None:

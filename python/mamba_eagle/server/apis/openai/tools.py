@@ -70,17 +70,13 @@ class NamedChoice(Content):
 
 class Tools(NamedTuple):
     """given: the tools as the client wrote them, for the template. functions: theirs, read.
-    choice: one of ``CHOICES``, or "named", and then ``named`` is the place of the one tool."""
+    choice: auto, required, or "named", and then ``named`` is the place of the one tool."""
 
     given: list[dict[str, Any]]
     functions: list[Function]
     choice: str
     named: int
     parallel: bool
-
-    @property
-    def may_call(self) -> bool:
-        return self.choice != "none"
 
     @property
     def must_call(self) -> bool:
@@ -99,7 +95,7 @@ TOOLS = items(Tool, "tools", MAX_TOOLS, "must be a list of tools")
 def read_tools(
     tools: list[Any] | None, tool_choice: Any, parallel_tool_calls: bool
 ) -> Tools | None:
-    """None if the body has no tools.
+    """None if the body has no tools, or lets none be called.
 
     Raises: RequestError 400
     """
@@ -121,6 +117,8 @@ def read_tools(
             )
         functions.append(function)
     choice, named = _choice(tool_choice, seen)
+    if choice == "none":
+        return None
     return Tools(tools, functions, choice, named, parallel_tool_calls)
 
 
