@@ -79,9 +79,10 @@ class ChatFormat:
         return family if family.reads_calls or family.reads_reasoning else None
 
     def budget(self, tokens: int, stops: Collection[int]) -> Budget | None:
-        """At most this many tokens of reasoning; None if its end is not one token, which would be
-        needed to keep count. stops: the tokens that end a text."""
-        assert self.family is not None and self.family.reasoning is not None
+        """At most this many tokens of reasoning; None if there is none to count, or its end is not
+        one token, which would be needed to keep count. stops: the tokens that end a text."""
+        if self.family is None or self.family.reasoning is None:
+            return None
         end = self.hf.encode(self.family.reasoning.close, add_special_tokens=False)
         if len(end) != 1:
             return None

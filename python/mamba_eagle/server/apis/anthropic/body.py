@@ -285,12 +285,5 @@ def _add_thinking(chat: ChatBuilder, thinking: Thinking, state: ServerState) -> 
         return
     if budget < 1:
         raise RequestError.about("thinking.budget_tokens", budget, "must be at least 1")
-    if _keeps_budgets(state):
+    if state.chat.budget(budget, state.manager.engine.eos_token_ids) is not None:
         chat.put("thinking_budget", budget, "thinking.budget_tokens")
-
-
-def _keeps_budgets(state: ServerState) -> bool:
-    format = state.chat
-    if format.family is None or format.family.reasoning is None:
-        return False
-    return format.budget(1, state.manager.engine.eos_token_ids) is not None
