@@ -149,10 +149,6 @@ class ChatTemplate:
         names = set(inspect.signature(self.hf.apply_chat_template).parameters)
         return frozenset(names | {"messages", "conversations", "self", "kwargs"})
 
-    @property
-    def knows_developer(self) -> bool:
-        return "developer" in self.source()
-
     def render(self, chat: Chat) -> str:
         """The prompt, special tokens included.
 
@@ -165,7 +161,7 @@ class ChatTemplate:
                 "--chat-template, or use /v1/completions or /generate"
             )
         messages = list(chat.messages)
-        if not self.knows_developer:
+        if "developer" not in self.source():  # the template does not know the role
             messages = [
                 {**message, "role": "system"} if message.get("role") == "developer" else message
                 for message in messages
