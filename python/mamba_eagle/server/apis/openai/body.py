@@ -119,9 +119,7 @@ def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     echoes = tokenizer.decode_all(prompts) if body.echo else []
     grammar, top = read_grammar(body, state.grammars), body.logprobs
     of_echo = bool(echoes) and top is not None
-    job = make_job(
-        body, state, "cmpl", prompts, lambda length: body.max_tokens, top, grammar, of_echo
-    )
+    job = make_job(body, state, "cmpl", prompts, body.max_tokens, top, grammar, of_echo)
     job.echoes = echoes
     return job
 
@@ -131,13 +129,12 @@ def make_job(
     state: ServerState,
     kind: str,
     prompts: list[list[int]],
-    max_tokens: Callable[[int], int],
+    max_tokens: int,
     logprobs: int | None,
     grammar: str,
     of_prompt: bool = False,
 ) -> OpenAIJob:
-    """kind: what names begin with. max_tokens: by a prompt's length. of_prompt: the logprobs are
-    of the prompt, too."""
+    """kind: what names begin with. of_prompt: the logprobs are of the prompt, too."""
     if body.prompt_logprobs is not None and body.stream:
         remedy = "does not come with a stream: send stream: false"
         raise RequestError.about("prompt_logprobs", body.prompt_logprobs, remedy)
@@ -145,18 +142,15 @@ def make_job(
     n = body.samples
     wanted = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
     of_prompt = of_prompt or body.prompt_logprobs is not None
-    samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
+    sampling = _sampling(body, state, max_tokens, grammar)
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
-        length = max_tokens(len(ids))
-        if length not in samplings:
-            samplings[length] = _sampling(body, state, length, grammar)
         requests.append(
             Generate(
                 rid=own,
                 token_ids=ids,
-                sampling=samplings[length],
+                sampling=sampling,
                 seed=body.chosen_seed,
                 n=n,
                 return_logprob=bool(wanted) or n > body.n,
@@ -171,8 +165,7 @@ def make_job(
     check_demand(requests, state.context_length, {"top": top, "output": body.length_name})
     job = OpenAIJob(body, state.config, rid, requests, body.model or state.model_name)
     job.logprobs = logprobs
-    for sampling in samplings.values():
-        job.stop_strings(sampling.stop)  # here, in a thread: thousands take long
+    job.stop_strings(sampling.stop)  # here, in a thread: thousands take long
     return job
 
 

@@ -102,23 +102,14 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     # The template writes the special tokens itself.
     prompts = state.prompts.keeping(body.truncate_prompt_tokens)
     (ids,) = prompts.encode([text], ["messages"], False)
-
-    def max_tokens(length: int) -> int:
-        # As with OpenAI, a chat without a limit goes on until the model stops.
-        given = getattr(body, body.length_name)
+    ids = prompts.check(ids, "messages")
+    max_tokens = getattr(body, body.length_name)
+    if max_tokens is None:  # as with OpenAI, a chat without a limit goes on until the model stops
         tops = [top for top in (wanted, body.prompt_logprobs) if top is not None]
-        room = state.context_length - length
-        return fitting_output(n, max(tops, default=None), room) if given is None else given
-
-    job = make_job(
-        body,
-        state,
-        "chatcmpl",
-        [prompts.check(ids, "messages")],
-        max_tokens,
-        wanted,
-        chat_grammar(body, state, tools, prefix),
-    )
+        room = state.context_length - len(ids)
+        max_tokens = fitting_output(n, max(tops, default=None), room)
+    grammar = chat_grammar(body, state, tools, prefix)
+    job = make_job(body, state, "chatcmpl", [ids], max_tokens, wanted, grammar)
     job.kept_tokens = state.chat.kept_tokens(family)
     if family is not None:
         known = readable_tools(chat.tools or ())
