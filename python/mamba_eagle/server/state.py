@@ -116,10 +116,9 @@ class ServerState:
             self.recorder.log.tokenizer = self.manager.tokenizer
         self.adapters |= self.config.first_adapters
         self.judge = self.judge_kind(self._tokens)
-        self.recorder.simulates(self.config.simulate_acc_len)
         config = self.config
-        pp_size = config.num_ranks // config.tp_size
-        self.recorder.split({"tp": config.tp_size, "pp": pp_size, "nodes": config.nnodes})
+        self.recorder.simulates(config.simulate_acc_len)
+        self.recorder.split({"tp": config.tp_size, "pp": config.pp_size, "nodes": config.nnodes})
         self.bodies = Bodies(
             config.max_body_size * 2**20, config.request_timeout, config.allow_unknown_fields
         )
@@ -213,7 +212,7 @@ class ServerState:
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, parse, self, is_chat=is_chat)
+        return await self.bodies.read(request, lambda values: parse(values, self), is_chat=is_chat)
 
     async def read_control(self, request: Request, model: type[Model]) -> Model:
         """The short body of a route that takes no prompt.

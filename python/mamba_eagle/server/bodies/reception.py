@@ -59,13 +59,11 @@ class Bodies:
     async def read(
         self,
         request: Request,
-        understand: Callable[..., T],
-        *given: Any,
+        understand: Callable[[dict[str, Any]], T],
         max_size: int = 0,
         is_chat: bool = False,
     ) -> T:
-        """What ``understand`` makes of the body and what is ``given`` with it, off the event loop
-        if the body is long.
+        """What ``understand`` makes of the body, off the event loop if the body is long.
 
         max_size: of this route, if it is less than the server's. is_chat: off the event loop in
         any case, among those that may take long.
@@ -80,7 +78,7 @@ class Bodies:
                 values = decode_object(body)
                 timeouts[1:] = [values.get("timeout")]
                 accepts_unknown.set(self.allow_unknown_fields)
-                return understand(values, *given)
+                return understand(values)
 
             while True:
                 try:
