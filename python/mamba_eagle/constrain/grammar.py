@@ -145,20 +145,16 @@ def any_of(*parts: Grammar) -> Grammar:
 # ── pieces of Lark ───────────────────────────────────────────────────────────────────────────
 
 
-def until(end: str, special: Special, name: str) -> str:
-    """Lark: free text up to and with the first ``end``; ``until_rule`` gives the rules behind it.
+def until(end: str, special: Special, name: str) -> tuple[str, str]:
+    """Lark: free text up to and with the first ``end``, and the rules that it needs.
 
     A special token ends text by itself; an end that is text is found by a lazy lexeme.
     """
-    if special and end in special:
-        return f"{name.upper()}_TEXT <[{special[end]}]>"
-    return name
-
-
-def until_rule(end: str, special: Special, name: str) -> str:
     text = f"{name.upper()}_TEXT"
-    lazy = "" if special and end in special else f"{name}[lazy]: {text} {quoted(end)}\n"
-    return f"{lazy}{text}: {ANY_TEXT}\n"
+    rule = f"{text}: {ANY_TEXT}\n"
+    if special and end in special:
+        return f"{text} <[{special[end]}]>", rule
+    return name, f"{name}[lazy]: {text} {quoted(end)}\n{rule}"
 
 
 def literal(text: str, special: Special = None) -> str:

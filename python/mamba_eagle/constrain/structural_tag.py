@@ -28,7 +28,6 @@ from mamba_eagle.constrain.grammar import (
     sequence,
     text_grammar,
     until,
-    until_rule,
 )
 from mamba_eagle.constrain.schema import decoded_json
 from mamba_eagle.core import shown
@@ -72,7 +71,7 @@ def tagged_grammar(
         raise GrammarError(f"more than {MAX_TAGS} tags or triggers: send fewer")
     if not all(triggers):
         raise GrammarError("a trigger is empty: give the text that a tag begins with", "triggers")
-    rules, uses, names = "", [], []
+    rules, uses = "", []
     for i, tag in enumerate(tags):
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise GrammarError(
@@ -84,19 +83,16 @@ def tagged_grammar(
             raise GrammarError(f"no tag begins with the trigger {shown(trigger)}", f"triggers[{i}]")
         rests = [_after(tag, literal(tag.begin[len(trigger) :], special), special) for tag in own]
         uses += rests
-        name = f"trigger{i}"
-        names.append(f"tag{i}")
         options = " | ".join(f"@{rest.name}" for rest in rests)
-        rules += f"tag{i}: {until(trigger, special, name)} ({options})\n"
-        rules += until_rule(trigger, special, name)
-    whole = any_of(*(tag_grammar(tag, special) for tag in tags))
-    some = "(" + " | ".join(names) + ")"
-    first = f"@{whole.name}" if at_least_one else some
-    if stop_after_first:
-        start = first if at_least_one else f"{some} | TEXT"
+        free, its_rules = until(trigger, special, f"trigger{i}")
+        rules += f"tag{i}: {free} ({options})\n{its_rules}"
+    some = "(" + " | ".join(f"tag{i}" for i in range(len(triggers))) + ")"
+    if at_least_one:
+        whole = any_of(*(tag_grammar(tag, special) for tag in tags))
+        uses.append(whole)
+        start = f"@{whole.name}" if stop_after_first else f"@{whole.name} {some}* TEXT"
     else:
-        start = f"{first} {some}* TEXT" if at_least_one else f"{some}* TEXT"
-    uses += [whole] if at_least_one else []
+        start = f"{some} | TEXT" if stop_after_first else f"{some}* TEXT"
     text = "" if at_least_one and stop_after_first else f"TEXT: {ANY_TEXT}\n"
     return lark_grammar(f"start: {start}\n{rules}{text}", *uses)
 
@@ -111,8 +107,8 @@ def _after(tag: Tag, opening: str, special: Special) -> Grammar:
     if tag.content is None:
         if not tag.end:
             raise GrammarError("a tag with any text needs an end that is not empty", "end")
-        closing = until(tag.end, special, "inside")
-        return lark_grammar(f"start: {opening} {closing}\n{until_rule(tag.end, special, 'inside')}")
+        inside, rules = until(tag.end, special, "inside")
+        return lark_grammar(f"start: {opening} {inside}\n{rules}")
     return lark_grammar(
         f"start: {opening} @{tag.content.name} {literal(tag.end, special)}", tag.content
     )
