@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mamba_eagle.cpu.vectors.memory import pointer_to
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.machine_code import kernel, numba
 
 
@@ -273,6 +273,22 @@ class GateHeads(Block):
 
     _fields_ = fields("""
         frame packed[n, columns] columns heads head_dim out[n, heads * head_dim] rounded:Rounded
+    """)
+
+
+class States(Block):
+    """A head's state over J rows of a journal and T nodes (vectors/states.py)."""
+
+    _fields_ = fields("""
+        state[P, N] N J T decay[J + T] added[J + T, P] P  # added: dt x
+        # rows with x and B, numbers from one to the next, columns of x and B; which rows are the
+        # journal's and the nodes' (int64)
+        rows[W, row] row of_x of_B ids[J + T]
+        writes parents[T] order[T] kept[T]  # 0, BEFORE or AFTER; of ``depth_first``, int64
+        C[T, C_row] C_row skip[1] out[T, out_row] out_row  # of the nodes; skip: D; out: y
+        # room: [T, 16, 16], [T, TILE, 16]; of a delta rule a block of the state, and one per node
+        sums tiles
+        read[J + T]  # of a delta rule's nodes: -beta·decay
     """)
 
 

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from numba.core import types
-
 from mamba_eagle.cpu import team
 from mamba_eagle.cpu.abi import Block
+from mamba_eagle.cpu.memory import call_function
 from mamba_eagle.cpu.threads import num_threads, threaded
-from mamba_eagle.cpu.vectors.memory import call_function
-from mamba_eagle.machine_code import numba, prange
+from mamba_eagle.machine_code import prange
 
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
 # where it sleeps on a virtual machine.
@@ -34,8 +32,7 @@ class SpanKernel:
 
     def prepare(self) -> None:
         if self._compiled is None:
-            kind = types.void(types.int64, types.int64, types.int64)
-            self._compiled = numba.cfunc(kind, cache=True)(self.function)
+            self._compiled = team.compiled(self.function)
             self._call, self._address = self._compiled.ctypes, self._compiled.address
             if num_threads() > 1:
                 _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing

@@ -27,7 +27,7 @@ import numpy as np
 from numba.core import types
 
 from mamba_eagle.cpu.abi import CallRow, Job, SeriesJob, reader
-from mamba_eagle.cpu.vectors.memory import (
+from mamba_eagle.cpu.memory import (
     add,
     call_function,
     exchange,
@@ -152,7 +152,8 @@ def _lead_series(address, programs, _last):  # noqa: ANN001, ANN202
             break
 
 
-def _compiled(function: Any) -> Any:
+def compiled(function: Any) -> Any:
+    """``function(arguments, first, last)`` as a C function, compiled or from Numba's cache."""
     kind = types.void(types.int64, types.int64, types.int64)
     return numba.cfunc(kind, cache=True)(function)
 
@@ -170,7 +171,7 @@ class Team:
         syscall = ctypes.CDLL(None).syscall
         self.control[SYSCALL] = ctypes.cast(syscall, ctypes.c_void_p).value or 0
         self._syscall = syscall
-        work = _compiled(_work)
+        work = compiled(_work)
         self._work = work
         self.workers = [
             threading.Thread(
@@ -313,5 +314,5 @@ _leaders: dict[Any, Any] = {}
 def leader(kind: Any = _lead) -> Any:
     """``_lead`` or ``_lead_series``, compiled at the first call."""
     if kind not in _leaders:
-        _leaders[kind] = _compiled(kind)
+        _leaders[kind] = compiled(kind)
     return _leaders[kind].ctypes

@@ -24,16 +24,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.abi import reader
 from mamba_eagle.cpu.ops.causal_conv import convolve_row
 from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import ONE, copy_row, softplus
 from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas
-from mamba_eagle.cpu.vectors.memory import places
 from mamba_eagle.cpu.vectors.states import (
     AFTER,
     BEFORE,
-    States,
     decay_of,
     depth_first,
     room_for,
@@ -42,7 +42,7 @@ from mamba_eagle.cpu.vectors.states import (
 )
 from mamba_eagle.machine_code import CHECKED, check_within, kernel, prange
 
-AT = places(States)
+states_at, WORDS = reader(abi.States), len(abi.States._fields_)
 VECTOR = 16  # numbers; sizes of states are multiples of it, or else `step_odd_states` takes them
 LINE = 64  # bytes of a cache line: a vector that crosses one takes twice as long
 # Rows of a journal from which on a step writes the state on its way. Writing takes as long as some
@@ -158,12 +158,13 @@ class Nodes(NamedTuple):
 
 @kernel
 def _room(rows, nodes, P, block):
-    """What passes over so many rows and nodes of heads of P channels write to on their way, one
-    after the other: the words of States, then float32 numbers. block: N of a delta rule, or 0."""
+    """What passes over ``rows`` rows and ``nodes`` nodes of heads of P channels write to on their
+    way, one after the other: ``abi.States``, then float32 numbers. block: N of a delta rule, or 0.
+    """
     count = rows + nodes
     numbers = count * (2 + P) + LINE // 4
     numbers += room_for(nodes) if block == 0 else block_room_for(nodes, block)
-    return np.empty(AT.COUNT + numbers // 2 + 1, np.int64)
+    return np.empty(WORDS + numbers // 2 + 1, np.int64)
 
 
 @kernel
@@ -173,7 +174,7 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
 
     Of a delta rule, the nodes' rows have values in place of u until then."""
     (P, N), (xB, dt, decay), T = S.shape, inputs, nodes.parents.shape[0]
-    words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
+    numbers = room[WORDS:].view(np.float32)
     H, count, of_x = decay.shape[1], journal + T, h * P
     is_delta, of_C = dt.shape[1] > H, h // (H * N // nodes.C.shape[1]) * N
     of_B = H * P + of_C
@@ -199,21 +200,21 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
             nodes.C[:, of_C : of_C + N], nodes.skip[h], nodes.y[:, of_x : of_x + P],
         )  # fmt: skip
     else:
-        words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
-        words[AT.DECAY], words[AT.P], words[AT.READ] = numbers.ctypes.data, P, read.ctypes.data
-        words[AT.ADDED], words[AT.ROWS] = added.ctypes.data, xB.ctypes.data
-        words[AT.ROW], words[AT.OF_X], words[AT.OF_B] = xB.shape[1], of_x, of_B
-        words[AT.IDS], words[AT.WRITES] = ids.ctypes.data, writes
-        words[AT.PARENTS], words[AT.ORDER] = nodes.parents.ctypes.data, nodes.order.ctypes.data
-        words[AT.KEPT], words[AT.SKIP] = nodes.kept.ctypes.data, nodes.skip.ctypes.data + 4 * h
-        words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * of_C, nodes.C.strides[0] // 4
-        words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
-        words[AT.SUMS] = -(-(words[AT.ADDED] + 4 * count * P) // LINE) * LINE
-        words[AT.TILES] = words[AT.SUMS] + 4 * VECTOR * (N if is_delta else T * VECTOR)
+        own = states_at(room.ctypes.data)
+        own.state, own.N, own.P, own.J, own.T = S.ctypes.data, N, P, journal, T
+        own.decay, own.added, own.read = numbers.ctypes.data, added.ctypes.data, read.ctypes.data
+        own.rows, own.row, own.of_x, own.of_B = xB.ctypes.data, xB.shape[1], of_x, of_B
+        own.ids, own.writes, own.parents = ids.ctypes.data, writes, nodes.parents.ctypes.data
+        own.order, own.kept = nodes.order.ctypes.data, nodes.kept.ctypes.data
+        own.skip = nodes.skip.ctypes.data + 4 * h
+        own.C, own.C_row = nodes.C.ctypes.data + 4 * of_C, nodes.C.strides[0] // 4
+        own.out, own.out_row = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
+        own.sums = -(-(own.added + 4 * count * P) // LINE) * LINE
+        own.tiles = own.sums + 4 * VECTOR * (N if is_delta else T * VECTOR)
         if is_delta:
-            step_deltas(words.ctypes.data, P)
+            step_deltas(room.ctypes.data, P)
         else:
-            step_states(words.ctypes.data, P, N)
+            step_states(room.ctypes.data, P, N)
     if is_delta:
         for k in range(journal, count):
             for p in range(P):

@@ -32,6 +32,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.memory import generated
 from mamba_eagle.cpu.products.panels import BLOCKS, PANEL, panels
 from mamba_eagle.cpu.products.panels import rows_of as rows_of_panels
 from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
@@ -48,7 +49,6 @@ from mamba_eagle.cpu.vectors.code import (
     ir,
     vector_code,
 )
-from mamba_eagle.cpu.vectors.memory import generated
 
 PARTS = 3  # of an input
 TILE_ROWS = 5  # rows of inputs whose parts fit into the 16 rows of a tile
@@ -100,7 +100,6 @@ def _write_parts(code: Code, given: Any) -> None:
     a tile each."""
     b = code.builder
     x, parts, inputs, first, last = given
-    x, parts = (b.inttoptr(address, I8.as_pointer()) for address in (x, parts))
     upper, sixteen = INTS([-(1 << 16)] * LANES), INTS([16] * LANES)
     short = ir.VectorType(I16, LANES)
     blocks = b.udiv(inputs, I64(TILE_INPUTS))
@@ -176,8 +175,7 @@ class _Panel:
         """given: the fields of an ``abi.Product``."""
         self.code, self.registers = code, registers
         b = code.builder
-        addresses = (given.x, given.weight, given.y)
-        self.parts, self.weight, self.y = (code.bytes_at(each) for each in addresses)
+        self.parts, self.weight, self.y = given.x, given.weight, given.y
         self.inputs, self.width, pair = given.inputs, given.width, I64(2 * TILE_ROWS)
         self.pairs, self.left = b.udiv(given.rows, pair), b.urem(given.rows, pair)
         self.room = _room(code, F32, 4 * LANES * LANES)

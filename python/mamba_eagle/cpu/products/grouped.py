@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.products.transpose import transpose
 from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
 from mamba_eagle.cpu.vectors.code import (
@@ -34,7 +35,6 @@ from mamba_eagle.cpu.vectors.code import (
     ir,
     vector_code,
 )
-from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.cpu.vectors.rounding import GROUP, round_groups
 from mamba_eagle.machine_code import exactly, numba
 from mamba_eagle.quantization.group_rounding import order_nibbles
@@ -239,13 +239,13 @@ def grouped_product(form: Form, dots: Callable[[Code, int], Dots] = dots_of_this
         given = code.fields(arguments, abi.GroupedProduct)
         inputs = (given.numbers, given.scale, given.total)
         weight = (given.codes, given.weight_scale, given.weight_minimum)
-        pointers = [code.bytes_at(address) for address in (*inputs, *weight, given.y)]
+        addresses = (*inputs, *weight, given.y)
         with code.loop(b.sub(last, first)) as index:
             block = b.add(first, index)
             code.row_tiles(
                 given.rows,
                 lambda count, row: _Tile(code, form, dots(code, form.bits), count).write(
-                    pointers, (given.groups, given.width), row, block
+                    addresses, (given.groups, given.width), row, block
                 ),
             )
 
@@ -260,13 +260,13 @@ class _Tile:
         self.offset = 0 if form.minimum else dots.offset
         self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
 
-    def write(self, pointers: list[Any], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
+    def write(self, given: tuple[Any, ...], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
         code, b = self.code, self.code.builder
-        numbers, scale, total, codes, w_scale, w_minimum, y = pointers
+        numbers, scale, total, codes, w_scale, w_minimum, y = given
         groups, width = sizes
         sums = code.holding([FLOATS([0.0] * LANES)] * len(self.rows))
         rows = [b.add(row, I64(r)) for r in self.rows]
-        given = [
+        inputs = [
             (
                 code.at(numbers, code.times(one, groups, I64(GROUP)), I8),
                 code.at(scale, b.mul(one, groups), F32),
@@ -283,7 +283,7 @@ class _Tile:
             weights = [self.dots.prepared(each) for each in self._weights(place)]
             scales = self._scales(w_scale, at)
             minima = self._scales(w_minimum, at) if self.form.minimum else None
-            for one, place in zip(given, sums, strict=True):
+            for one, place in zip(inputs, sums, strict=True):
                 self._add(one, group, weights, (scales, minima), place)
         for one, place in zip(rows, sums, strict=True):
             at = b.add(b.mul(one, width), b.mul(block, I64(LANES)))

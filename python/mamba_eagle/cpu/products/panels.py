@@ -64,7 +64,6 @@ def _product(kind: str) -> Any:
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b = code.builder
         given = code.fields(arguments, abi.Product)
-        x, weight, y = (code.bytes_at(each) for each in (given.x, given.weight, given.y))
         inputs, width = given.inputs, given.width
         with code.loop(b.sub(last, first)) as index:
             panel = b.add(first, index)
@@ -72,7 +71,7 @@ def _product(kind: str) -> Any:
             def tile(count: int, row: Any) -> None:
                 for output in range(0, PANEL, SHARED[count]):
                     _Tile(code, kind, count, SHARED[count], output == 0).write(
-                        (x, weight, y), (inputs, width), row, (panel, output)
+                        (given.x, given.weight, given.y), (inputs, width), row, (panel, output)
                     )
 
             code.row_tiles(given.rows, tile, max(SHARED))

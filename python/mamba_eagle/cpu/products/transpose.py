@@ -42,8 +42,7 @@ def _blocks(bits: int, paired: bool = False) -> Any:
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b, kind = code.builder, I16 if bits == 16 else I32
         given = code.fields(arguments, abi.Transposed)
-        source, target = code.bytes_at(given.source), code.bytes_at(given.target)
-        inputs, width = given.inputs, given.width
+        source, target, inputs, width = given.source, given.target, given.inputs, given.width
         with code.loop(b.sub(last, first)) as index:
             block, per_panel = b.add(first, index), b.udiv(width, I64(LANES))
             within_pairs = b.urem(block, I64(blocks))

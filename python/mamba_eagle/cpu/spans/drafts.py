@@ -11,12 +11,12 @@ import numpy as np
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.ops.draft_tree import expand, select
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.top_log_probs import top_log_probs
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans.layers import frame_at, round_made
-from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.machine_code import kernel, numba
 
 drafts_at, of_drafts_at, join_at = reader(abi.Drafts), reader(abi.OfDrafts), reader(abi.Join)

@@ -5,9 +5,9 @@ import numpy as np
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import floats, ints, reader
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.vectors.code import LANES
-from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.machine_code import numba, strictly
 
 given_at = reader(abi.GroupedRows)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.tree_attention import _tree_head
@@ -25,7 +26,6 @@ from mamba_eagle.cpu.products.amx import split_rows
 from mamba_eagle.cpu.products.grouped import GROUP, round_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.vector_math import ZERO, copy_row, sigmoid_of, silu
-from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.machine_code import kernel, numba, strictly
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
+from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.ops.accept import accept_and_truncate, append_pending, commit
 from mamba_eagle.cpu.ops.best_token import best_of
 from mamba_eagle.cpu.ops.tree_verify import (
@@ -21,7 +22,6 @@ from mamba_eagle.cpu.ops.tree_verify import (
 from mamba_eagle.cpu.products.transpose import place_in_pairs
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans.layers import frame_at, recurrence_at, recurrence_of
-from mamba_eagle.cpu.vectors.memory import pointer_to
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.machine_code import kernel, numba
 

@@ -21,7 +21,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from mamba_eagle.cpu.vectors.memory import ask_for, generated
+from mamba_eagle.cpu.memory import ask_for, generated
 from mamba_eagle.machine_code import numba
 
 LANES = 16  # outputs per block
@@ -51,9 +51,10 @@ class Code:
         return b.shuffle_vector(one, empty, ir.Constant(self.of(I32), [0] * self.lanes))
 
     def at(self, pointer: Any, index: Any, kind: Any) -> Any:
-        """The address of an element; pointer: of any type."""
+        """The address of an element; pointer: of any type, or its number."""
         b = self.builder
-        return b.gep(b.bitcast(pointer, kind.as_pointer()), [index])
+        as_pointer = b.inttoptr if pointer.type == I64 else b.bitcast
+        return b.gep(as_pointer(pointer, kind.as_pointer()), [index])
 
     def load(self, pointer: Any, index: Any, kind: Any) -> Any:
         """``pointer[index]``, for elements of ``kind``."""
@@ -64,9 +65,6 @@ class Code:
         places = {name: getattr(block, name).offset // 8 for name, _ in block._fields_}
         loaded = {name: self.load(address, I64(at), I64) for name, at in places.items()}
         return SimpleNamespace(**loaded)
-
-    def bytes_at(self, address: Any) -> Any:
-        return self.builder.inttoptr(address, I8.as_pointer())
 
     def vector(self, pointer: Any, index: Any, kind: Any) -> Any:
         """Neighbouring elements, from ``pointer[index]`` on."""
@@ -159,9 +157,7 @@ def vector_code(write: Callable[..., None]) -> Any:
 
     @intrinsic
     def written(typing: Any, arguments: Any, first: Any, last: Any) -> Any:
-        def body(builder: Any, address: Any, begin: Any, end: Any) -> None:
-            write(Code(builder), builder.inttoptr(address, I64.as_pointer()), begin, end)
-
-        return types.void(types.int64, types.int64, types.int64), generated(body)
+        body = generated(lambda builder, *given: write(Code(builder), *given))
+        return types.void(types.int64, types.int64, types.int64), body
 
     return written

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.vector_math import ZERO
-from mamba_eagle.cpu.vectors.code import F32, FLOATS, I8, I64, LANES, Code, has, vector_code
+from mamba_eagle.cpu.vectors.code import F32, FLOATS, I64, LANES, Code, has, vector_code
 from mamba_eagle.cpu.vectors.sums import sums_across
 from mamba_eagle.machine_code import strictly
 
@@ -27,25 +28,6 @@ TILE = 16 if has("avx512f") else 4
 # When the state is written: after the journal, or after the last node, which is to be a chain's
 BEFORE, AFTER = 1, 2
 AHEAD = 8192  # bytes, between what is asked for and what is read: about 200 ns
-
-
-class States:
-    """Words of a call: addresses and sizes. J rows of a journal, T nodes."""
-
-    STATE, N, J, T = range(4)  # the state [P, N] and its size; J, T
-    DECAY, ADDED, P = 4, 5, 6  # [J + T]; dt x [J + T, P]
-    # rows [W, …] float32 with x and B, numbers from one to the next, places of x and B in them, and
-    # which of them are the journal's and the nodes' [J + T]
-    ROWS, ROW, OF_X, OF_B, IDS = range(7, 12)
-    WRITES = 12  # 0, BEFORE or AFTER
-    PARENTS, ORDER, KEPT = 13, 14, 15  # [T]; of ``depth_first``
-    C, C_ROW = 16, 17  # of the nodes, and numbers from one to the next
-    SKIP = 18  # address of D
-    OUT, OUT_ROW = 19, 20  # y of the nodes
-    # room: [T, 16, 16], [T, TILE, 16]; of a delta rule a block of the state, and one for each node
-    SUMS, TILES = 21, 22
-    READ = 23  # [J + T], of a delta rule's nodes: -beta·decay
-    COUNT = 24
 
 
 @strictly
@@ -80,29 +62,23 @@ class StateCode:
 
     def __init__(self, code: Code, arguments: Any) -> None:
         self.code, self.builder = code, code.builder
-        self.words = [code.load(arguments, I64(i), I64) for i in range(States.COUNT)]
+        self.given = code.fields(arguments, abi.States)
         self.state = code.variables(TILE)
-
-    def word(self, place: int) -> Any:
-        return self.words[place]
-
-    def base(self, place: int) -> Any:
-        return self.builder.inttoptr(self.words[place], I8.as_pointer())
 
     def writes(self, when: int) -> Any:
         """Whether the state is written then."""
-        return self.builder.icmp_unsigned("==", self.word(States.WRITES), I64(when))
+        return self.builder.icmp_unsigned("==", self.given.writes, I64(when))
 
     def is_kept(self, node: Any) -> Any:
-        kept = self.code.load(self.base(States.KEPT), node, I64)
+        kept = self.code.load(self.given.kept, node, I64)
         return self.builder.icmp_signed("!=", kept, I64(0))
 
     def from_parent(self, node: Any, visit: Any) -> None:
         """The state after the parent, which is at hand where that was visited just before."""
         code, b = self.code, self.builder
         with b.if_then(b.icmp_signed(">", visit, I64(0))):
-            before = code.load(self.base(States.ORDER), b.sub(visit, I64(1)), I64)
-            parent = code.load(self.base(States.PARENTS), node, I64)
+            before = code.load(self.given.order, b.sub(visit, I64(1)), I64)
+            parent = code.load(self.given.parents, node, I64)
             with b.if_then(b.icmp_signed("!=", parent, before)):
                 self.take(parent)
 
@@ -125,7 +101,7 @@ class _Tile(StateCode):
     def write(self, first: Any, last: Any) -> None:
         """Blocks [first, last) of 16 rows of the state."""
         code, b = self.code, self.builder
-        chunks = b.udiv(self.word(States.N), I64(self.vectors * LANES))
+        chunks = b.udiv(self.given.N, I64(self.vectors * LANES))
         with code.loop(b.sub(last, first)) as index:
             p = b.mul(b.add(first, index), I64(LANES))
             with code.loop(I64(LANES // self.rows)) as part:
@@ -133,14 +109,14 @@ class _Tile(StateCode):
                 self._tile(b.add(p, own), own, I64(0), first=True)
                 with code.loop(b.sub(chunks, I64(1))) as chunk:
                     self._tile(b.add(p, own), own, b.add(chunk, I64(1)), first=False)
-            with code.loop(self.word(States.T)) as node:
+            with code.loop(self.given.T) as node:
                 self._output(p, node)
 
     def _tile(self, p: Any, own: Any, chunk: Any, first: bool) -> None:
         """p: first row of the state; own: the same within its block; first: of the chunks."""
         code, b = self.code, self.builder
         n = b.mul(chunk, I64(self.vectors * LANES))
-        state, size, journal = self.base(States.STATE), self.word(States.N), self.word(States.J)
+        state, size, journal = self.given.state, self.given.N, self.given.J
         ats = [code.sum(b.mul(b.add(p, I64(r)), size), n, I64(v * LANES)) for r, v in self.places()]
         for at, place in zip(ats, self.state, strict=True):
             code.prefetch(code.at(state, at, F32), AHEAD, 1)
@@ -148,35 +124,35 @@ class _Tile(StateCode):
         with code.loop(journal) as row:
             self._advance(row, p, n)
         self._write_state(BEFORE, ats)
-        with code.loop(self.word(States.T)) as visit:
-            node = code.load(self.base(States.ORDER), visit, I64)
+        with code.loop(self.given.T) as visit:
+            node = code.load(self.given.order, visit, I64)
             self.from_parent(node, visit)
             self._advance(b.add(journal, node), p, n)
             self._add_products(node, own, n, first)
             with b.if_then(self.is_kept(node)):
                 for i, place in enumerate(self.state):
-                    code.store(b.load(place), self.base(States.TILES), self._kept(node, i))
+                    code.store(b.load(place), self.given.tiles, self._kept(node, i))
         self._write_state(AFTER, ats)
 
     def _write_state(self, when: int, ats: list[Any]) -> None:
         code, b = self.code, self.builder
         with b.if_then(self.writes(when)):
             for at, place in zip(ats, self.state, strict=True):
-                code.store(b.load(place), self.base(States.STATE), at)
+                code.store(b.load(place), self.given.state, at)
 
     def _advance(self, row: Any, p: Any, n: Any) -> None:
         """The tile's state after one more row."""
         code, b = self.code, self.builder
-        decay = code.splat(code.load(self.base(States.DECAY), row, F32))
-        given = b.mul(code.load(self.base(States.IDS), row, I64), self.word(States.ROW))
-        given = code.sum(given, self.word(States.OF_B), n)
+        decay = code.splat(code.load(self.given.decay, row, F32))
+        given = b.mul(code.load(self.given.ids, row, I64), self.given.row)
+        given = code.sum(given, self.given.of_B, n)
         B = [
-            code.vector(self.base(States.ROWS), b.add(given, I64(v * LANES)), F32)
+            code.vector(self.given.rows, b.add(given, I64(v * LANES)), F32)
             for v in range(self.vectors)
         ]
-        at = b.add(b.mul(row, self.word(States.P)), p)
+        at = b.add(b.mul(row, self.given.P), p)
         for r in range(self.rows):
-            added = code.splat(code.load(self.base(States.ADDED), b.add(at, I64(r)), F32))
+            added = code.splat(code.load(self.given.added, b.add(at, I64(r)), F32))
             for v, own in enumerate(B):
                 place = self.state[r * self.vectors + v]
                 kept = b.fmul(b.load(place), decay)
@@ -184,7 +160,7 @@ class _Tile(StateCode):
 
     def take(self, node: Any) -> None:
         for i, place in enumerate(self.state):
-            found = self.code.vector(self.base(States.TILES), self._kept(node, i), F32)
+            found = self.code.vector(self.given.tiles, self._kept(node, i), F32)
             self.builder.store(found, place)
 
     def _kept(self, node: Any, i: int) -> Any:
@@ -192,14 +168,13 @@ class _Tile(StateCode):
 
     def _add_products(self, node: Any, own: Any, n: Any, first: bool) -> None:
         code, b = self.code, self.builder
-        of_C = b.add(b.mul(node, self.word(States.C_ROW)), n)
+        of_C = b.add(b.mul(node, self.given.C_row), n)
         C = [
-            code.vector(self.base(States.C), b.add(of_C, I64(v * LANES)), F32)
-            for v in range(self.vectors)
+            code.vector(self.given.C, b.add(of_C, I64(v * LANES)), F32) for v in range(self.vectors)
         ]
         for r in range(self.rows):
             at = b.mul(b.add(b.mul(node, I64(LANES)), b.add(own, I64(r))), I64(LANES))
-            sums = self.base(States.SUMS)
+            sums = self.given.sums
             total = FLOATS([0.0] * LANES) if first else code.vector(sums, at, F32)
             for v, factor in enumerate(C):
                 total = code.multiply_add(b.load(self.state[r * self.vectors + v]), factor, total)
@@ -209,16 +184,13 @@ class _Tile(StateCode):
         """y of 16 channels: what the products of 16 rows of the state add up to, and D x."""
         code, b = self.code, self.builder
         at = b.mul(node, I64(LANES * LANES))
-        sums = [
-            code.vector(self.base(States.SUMS), b.add(at, I64(i * LANES)), F32)
-            for i in range(LANES)
-        ]
-        row = code.load(self.base(States.IDS), b.add(self.word(States.J), node), I64)
-        of_x = code.sum(b.mul(row, self.word(States.ROW)), self.word(States.OF_X), p)
-        x = code.vector(self.base(States.ROWS), of_x, F32)
-        skip = code.splat(code.load(self.base(States.SKIP), I64(0), F32))
+        sums = [code.vector(self.given.sums, b.add(at, I64(i * LANES)), F32) for i in range(LANES)]
+        row = code.load(self.given.ids, b.add(self.given.J, node), I64)
+        of_x = code.sum(b.mul(row, self.given.row), self.given.of_x, p)
+        x = code.vector(self.given.rows, of_x, F32)
+        skip = code.splat(code.load(self.given.skip, I64(0), F32))
         y = code.multiply_add(skip, x, sums_across(b, sums))
-        code.store(y, self.base(States.OUT), b.add(b.mul(node, self.word(States.OUT_ROW)), p))
+        code.store(y, self.given.out, b.add(b.mul(node, self.given.out_row), p))
 
 
 def _over_vectors(vectors: int) -> Any:
@@ -232,14 +204,14 @@ step_by_four, step_by_two, step_by_one = (_over_vectors(vectors) for vectors in 
 
 
 @strictly
-def step_states(words, P, N):  # noqa: ANN001, ANN201
-    """A call for states whose sizes are multiples of 16; words: ``States``, as an address."""
+def step_states(given, P, N):  # noqa: ANN001, ANN201
+    """A call for states whose sizes are multiples of 16. given: the address of ``abi.States``."""
     if N % (4 * LANES) == 0:
-        step_by_four(words, 0, P // LANES)
+        step_by_four(given, 0, P // LANES)
     elif N % (2 * LANES) == 0:
-        step_by_two(words, 0, P // LANES)
+        step_by_two(given, 0, P // LANES)
     else:
-        step_by_one(words, 0, P // LANES)
+        step_by_one(given, 0, P // LANES)
 
 
 @strictly

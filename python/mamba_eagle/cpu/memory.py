@@ -2,7 +2,6 @@
 it."""
 
 import platform
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,6 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 I64 = ir.IntType(64)
-
-
-def places(words: type) -> Any:
-    """The constants of a class for Numba's code, which knows named tuples."""
-    own = {name: value for name, value in vars(words).items() if name.isupper()}
-    return namedtuple(words.__name__, own)(**own)
 
 
 def generated(write: Callable[..., Any]) -> Any:
