@@ -102,24 +102,18 @@ class ModelSettings(Settings):
     def products_missing(self, flag: str, kind: str) -> list[str]:
         """Why these weights of few bits cannot be multiplied by here."""
         if kind in ON_A_GPU:
-            return [
-                f"{flag} {kind}: {other} {value} has no such products; use {remedy}"
-                for other, value, none, remedy in (
-                    ("--device", self.device, "cpu", f"--device cuda, or {flag} int4"),
-                    ("--dtype", self.dtype, "float32", "--dtype bfloat16"),
-                )
-                if value == none
-            ]
-        if kind not in ON_A_CPU:
+            device, dtypes, elsewhere = "cuda", ["bfloat16", "float16"], "int4"
+        elif kind in ON_A_CPU:
+            device, dtypes, elsewhere = "cpu", ["float32"], "fp8"
+        else:
             return []
-        cpu, float32 = ("auto", "cpu"), ("auto", "float32")
         return [
             f"{flag} {kind}: {other} {value} has no such products; use {remedy}"
-            for other, value, wanted, remedy in (
-                ("--device", self.device, cpu, f"--device cpu, or {flag} fp8"),
-                ("--dtype", self.dtype, float32, "--dtype float32"),
+            for other, value, fitting, remedy in (
+                ("--device", self.device, [device], f"--device {device}, or {flag} {elsewhere}"),
+                ("--dtype", self.dtype, dtypes, f"--dtype {dtypes[0]}"),
             )
-            if value not in wanted
+            if value not in ("auto", *fitting)
         ]
 
 
