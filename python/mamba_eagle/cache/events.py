@@ -83,7 +83,7 @@ class ReachableBlocks(CacheWatcher):
 
     def _reset(self) -> None:
         self._of_node: dict[Node, list[Block]] = {}  # blocks whose last token is of its edge
-        self._known: dict[int, Block] = {}  # all of them, by hash
+        self._known: dict[int, Block] = {}  # all of them, by hash, each after the one before it
         self._uses: dict[int, int] = {}  # of reachable blocks: what ends there, what follows them
         self._ends: dict[Node | Journal, int | None] = {}  # last whole block of states and journals
 
@@ -93,13 +93,7 @@ class ReachableBlocks(CacheWatcher):
 
     def blocks(self) -> list[Block]:
         """All that can be reached, each after the one before it."""
-        return [self._known[each] for each in sorted(self._uses, key=self._depth)]
-
-    def _depth(self, block: int) -> int:
-        depth, parent = 0, self._known[block].parent
-        while parent is not None:
-            depth, parent = depth + 1, self._known[parent].parent
-        return depth
+        return [block for own, block in self._known.items() if own in self._uses]
 
     # ── what the cache tells ─────────────────────────────────────────────────────────────────
 

@@ -36,9 +36,6 @@ class LazyHeap(Generic[T]):
     def __len__(self) -> int:
         return len(self._current)
 
-    def __contains__(self, member: T) -> bool:
-        return member in self._current
-
     def __iter__(self) -> Iterator[T]:
         return iter(self._current)
 

@@ -65,7 +65,11 @@ class EventsAgainstDict(CacheAgainstDict):
         again = Snapshot()
         again.apply(self.heard.events())
         assert again.blocks == self.heard.blocks, "a snapshot says the same"
-        assert {block.hash for block in self.reachable.blocks()} == expected.keys()
+        before: set[int | None] = {None}
+        for block in self.reachable.blocks():
+            assert block.parent in before, "after the one before it"
+            before.add(block.hash)
+        assert before == {None, *expected}
 
 
 TestEventsAgainstDict = EventsAgainstDict.TestCase
