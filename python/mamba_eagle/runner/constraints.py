@@ -27,7 +27,6 @@ from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.model_config import ModelConfig
-from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
@@ -104,24 +103,14 @@ class Constraints:
 
     # ── tokens that were sampled ──
 
-    def observe_accepted(self, slots: Sequence[int], accepted: Truncated) -> None:
-        """A decode step of these request slots has ended."""
+    def observe(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
+        """A decode step of these request slots has ended, or their prompts: the first counts[i] of
+        tokens[i] are new. tokens [b, D], counts [b], int64."""
         if not self.any(slots):
             return
-        if self.place.on_host:
-            self._advance(slots, accepted.count.tolist(), accepted.tokens.tolist())
-        else:
-            self._observe(slots, torch.cat([accepted.count[:, None], accepted.tokens], dim=1))
-
-    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
-        """Prompts have ended: tokens [b], counts [b] (0: none could be sampled), both int64."""
-        if self.any(slots):
-            self._observe(slots, torch.stack([counts, tokens], dim=1))
-
-    def _observe(self, slots: Sequence[int], tokens: Tensor) -> None:
         # not the slots: until the tokens are read, other requests may have taken them
         grammars = [self._of.get(slot) for slot in slots]
-        sent = self.place.to_host(tokens)
+        sent = self.place.to_host(torch.cat([counts[:, None], tokens], dim=1))
         self._unread.append(_Unread(grammars, sent, self.place.timestamp()))
         while self._unread and self._unread[0].here.reached:
             self._read()
@@ -133,15 +122,6 @@ class Constraints:
         for grammar, (count, *tokens) in zip(unread.grammars, unread.tokens.tolist()):
             if grammar is not None:
                 grammar.advance(tokens[:count])
-
-    def _advance(
-        self, slots: Sequence[int], counts: Sequence[int], tokens: Sequence[list[int]]
-    ) -> None:
-        """These tokens were accepted, and nothing before them is unread."""
-        for slot, count, own in zip(slots, counts, tokens):
-            grammar = self._of.get(slot)
-            if grammar is not None:
-                grammar.advance(own[:count])
 
     def read_all(self) -> None:
         """Wait until all grammars are where their requests are."""

@@ -215,11 +215,10 @@ class ModelRunner:
         elif not run.samples:
             target = self.chooser.sample(nodes)
         committed = run.commit(drafted, verified, target)
-        self.constraints.observe_accepted(batch.slots, committed.accepted)
+        accepted = committed.accepted
+        self.constraints.observe(batch.slots, accepted.tokens, accepted.count)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
-            self.scheme.keep_rows(
-                run.slots, committed.accepted, verified.features, self.journals.kept
-            )
+            self.scheme.keep_rows(run.slots, accepted, verified.features, self.journals.kept)
         return PendingDecode(self.chooser, self.table, batch, verified, committed, marks, experts)
 
     def _release(self, releases: Sequence[Release]) -> None:

@@ -64,11 +64,6 @@ class SamplingState:
             large = (self.prompt_seen, self.output_counts, self.bias, self.stops)
             self.tables = SamplingTables(*parameters, *large)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the tables that exist."""
-        return sum(table.nbytes for table in self._tables.values())
-
     def _table(self, name: str, dtype: torch.dtype) -> Tensor:
         """A [R, V] table, allocated with zeros on first use."""
         if name not in self._tables:

@@ -364,7 +364,7 @@ class PromptRunner:
         sampled, marks = self.step.choice.choose(Scored(slots, logits[:, None], positions[:, None]))
         sampled = sampled[:, 0]
         is_token = sampled != NO_TOKEN
-        self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())
+        self.step.constraints.observe(slots, sampled[:, None], is_token.long())
         tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables
         sampling.observe_accepted(device_slots, tokens[:, None], is_token.long())
         table.last_token[device_slots] = tokens
