@@ -12,16 +12,12 @@ from mamba_eagle.backend.journals import Places, SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
-from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
-from mamba_eagle.cpu.ops.delta_gates import arrange_prompts
-from mamba_eagle.cpu.ops.ssd import scan
 from mamba_eagle.cpu.ops.tree_verify import replay
-from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables
+from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables, recur_alone
 from mamba_eagle.cpu.weights import Mixer, layer_weights, step_sizes_of
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.message import JournalPart
-from mamba_eagle.model_config import DeltaConfig
 
 
 class CpuPrefillContext(PrefillContext):
@@ -54,24 +50,7 @@ class CpuPrefillContext(PrefillContext):
 
     def recur(self, layer: Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
-        n, c = xbc.shape[0], layer.config
-        raw, weights = xbc.contiguous().numpy(), layer_weights(layer)
-        history, state = (part[layer.index].numpy() for part in (self.pool.conv, self.pool.ssm))
-        tokens, *places = self.tables
-        xBC, y = torch.empty(n, xbc.shape[1]).numpy(), torch.empty(n, c.inner_size)
-        convolve_prompts(
-            xbc.numel() * c.conv_kernel * 4,  # with the exponential of the gate
-            *(raw, 0, weights.conv, history, tokens, xBC),
-        )
-        save_histories(raw, 0, history, *places)
-        if isinstance(c, DeltaConfig):
-            arrange_prompts(xbc.numel(), xBC, c.state_size, c.inner_size)
-        scan(
-            n * c.inner_size * 2 * c.state_size,
-            *(xBC, *step_sizes_of(layer, dt), weights.heads[2], state),
-            *(*places, y.numpy()),
-        )
-        return y
+        return recur_alone(layer, xbc, dt, self.pool, self.tables)
 
 
 class CpuJournals(SavedJournals):

@@ -10,10 +10,9 @@ from prefill_rig import PROMPTS, SLOTS, Batch, make_batch
 from tensor_checks import relative_error
 from torch import Tensor
 
-from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
-from mamba_eagle.cpu.ops.ssd import scan
+from mamba_eagle.cpu.ops.causal_conv import convolve_token, save_history
+from mamba_eagle.cpu.ops.ssd import scan_head
 from mamba_eagle.cpu.prefill import tokens_of
-from mamba_eagle.cpu.threads import Threaded
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
@@ -23,8 +22,8 @@ from mamba_eagle.kernels.ssd.torch import even_chunk
 torch.set_num_threads(1)
 
 
-def scanned(batch: Batch, form: str = "serial") -> Tensor:
-    """y [n, H, P] by the fused kernels; form: of a Threaded."""
+def scanned(batch: Batch, step: int = 1) -> Tensor:
+    """y [n, H, P] by the fused kernels; step: -1 for the last request and head first."""
     plan = prefill_plan(batch.prompts)
     requests, segments = (table.numpy() for table in plan[:2])
     n, H, P = batch.x.shape
@@ -32,12 +31,10 @@ def scanned(batch: Batch, form: str = "serial") -> Tensor:
     xBC, y = torch.cat(list(parts), 1).numpy(), torch.empty(n, H * P)
     dt, A, D, state = (part.numpy() for part in (batch.dt, batch.A, batch.D, batch.state))
     dt = np.ascontiguousarray(dt)
-    run(scan, form, xBC, dt, np.exp(dt * A), D, state, requests, segments, y.numpy())
+    given = (xBC, dt, np.exp(dt * A), D, state, requests, segments, y.numpy())
+    for task in range(len(requests) * H)[::step]:
+        scan_head(task, *given)
     return y.view(n, H, P)
-
-
-def run(kernel: Threaded, form: str, *arguments) -> None:
-    {"serial": kernel.serial, "parallel": kernel.parallel}[form](*arguments)
 
 
 LONG = (Prompt(0, 150, 3, ((64, 7), (70, 1), (128, 2), (150, 3))), Prompt(150, 64, -1, ((64, 0),)))
@@ -53,10 +50,10 @@ def test_fused_prompts_equal_the_recurrence(prompts, sizes, largest_step: float)
     assert relative_error(batch.state, wanted.state) < 2e-6
 
 
-def test_threads_and_the_rest_of_the_batch_change_no_bit() -> None:
+def test_who_comes_first_and_the_rest_of_the_batch_change_no_bit() -> None:
     one, other, alone = (make_batch((4, 6, 2, 5), LONG) for _ in range(3))
     y = scanned(one)
-    assert torch.equal(scanned(other, "parallel"), y)
+    assert torch.equal(scanned(other, step=-1), y)
     assert torch.equal(one.state, other.state)
     first = alone._replace(prompts=LONG[:1])
     parts = {name: getattr(first, name)[:150] for name in ("x", "dt", "B", "C")}
@@ -85,9 +82,8 @@ def test_convolved_prompts_equal_a_loop(width: int, with_bias: bool) -> None:
         torch.testing.assert_close(out.double(), wanted.out[own], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["serial", "parallel"])
 @pytest.mark.parametrize("width", [2, 4])
-def test_fused_convolved_prompts_equal_a_loop(form: str, width: int) -> None:
+def test_fused_convolved_prompts_equal_a_loop(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     xbc, weight, history, bias = (
         torch.randn(*shape, generator=generator)
@@ -98,9 +94,11 @@ def test_fused_convolved_prompts_equal_a_loop(form: str, width: int) -> None:
     requests, segments = (table.numpy() for table in plan[:2])
     conv = torch.cat([weight, bias[None]]).numpy()
     tokens = tokens_of(requests, segments)
-    run(convolve_prompts, form, xbc.numpy(), 0, conv, history.numpy(), tokens, out.numpy())
+    for t in range(47):
+        convolve_token(t, xbc.numpy(), 0, conv, history.numpy(), tokens, out.numpy())
     torch.testing.assert_close(out.double(), wanted.out, rtol=1e-5, atol=1e-6)
-    save_histories(xbc.numpy(), 0, history.numpy(), requests, segments)
+    for request in range(len(requests)):
+        save_history(request, xbc.numpy(), 0, history.numpy(), requests, segments)
     assert torch.equal(history, wanted.history)
 
 

@@ -44,11 +44,15 @@ def convolve_row(out, conv, inputs, places):  # noqa: ANN001, ANN201
 
 @kernel
 def convolve_token(t, xbc, at, conv, history, tokens, out):
-    """Token t of ``convolve_prompts``."""
+    """torch.py's conv_prompts for token t, without the histories that it saves.
+
+    xbc [n, at + C or more]; conv [K + 1, C]: the taps, the token's own last, then the bias; history
+    [slots, K-1, C], only read; tokens [n, 2]. Out: out [n or more, C].
+    """
     K, channels = conv.shape[0] - 1, conv.shape[1]
     first, source = tokens[t, 0], tokens[t, 1]
     if t - (K - 1) >= first:
-        last = np.int64(t) * xbc.shape[1] + at  # prange counts without a sign
+        last = t * xbc.shape[1] + at
         convolve_row(out[t], conv, xbc, last - np.arange(K) * xbc.shape[1])
         return
     window = np.zeros((K, channels), np.float32)  # the token itself first
@@ -60,20 +64,11 @@ def convolve_token(t, xbc, at, conv, history, tokens, out):
     convolve_row(out[t], conv, window, np.arange(K) * channels)
 
 
-@threaded
-def convolve_prompts(xbc, at, conv, history, tokens, out):
-    """torch.py's conv_prompts, without the histories that it saves.
-
-    xbc [n, at + C or more]; conv [K + 1, C]: the taps, the token's own last, then the bias; history
-    [slots, K-1, C], only read; tokens [n, 2]. Out: out [n or more, C].
-    """
-    for t in prange(tokens.shape[0]):
-        convolve_token(t, xbc, at, conv, history, tokens, out)
-
-
 @kernel
 def save_history(r, xbc, at, history, requests, segments):
-    """Request r of ``save_histories``."""
+    """Of request r, the last K-1 raw inputs of each segment that ends where a state is saved:
+    history [slots, K-1, C]; requests, segments: of a PrefillPlan. Call it after the convolution has
+    read them."""
     width = history.shape[1]
     first, source = segments[requests[r, 0], 0], requests[r, 2]
     for s in range(requests[r, 0], requests[r, 1]):
@@ -90,14 +85,6 @@ def save_history(r, xbc, at, history, requests, segments):
                 raw = _input(xbc, at, history, source, first, before)
                 for c in range(kept.shape[0]):
                     kept[c] = raw[c]
-
-
-@kernel
-def save_histories(xbc, at, history, requests, segments):
-    """The last K-1 raw inputs of each segment that ends where a state is saved: history [slots,
-    K-1, C]; requests, segments: of a PrefillPlan. Call it after the convolution has read them."""
-    for r in range(requests.shape[0]):
-        save_history(r, xbc, at, history, requests, segments)
 
 
 @kernel

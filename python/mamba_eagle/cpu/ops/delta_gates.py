@@ -7,11 +7,10 @@ from math import sqrt
 
 import numpy as np
 
-from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import ONE, sigmoid_of, softplus
 from mamba_eagle.cpu.vectors.squares import sum_of_squares
 from mamba_eagle.cpu.vectors.states import decay_of
-from mamba_eagle.machine_code import prange, strictly
+from mamba_eagle.machine_code import strictly
 
 L2_EPS = np.float32(1e-6)  # as layers/delta_rule.py's
 
@@ -56,10 +55,3 @@ def arrange_token(row, N, inner):  # noqa: ANN001, ANN201
     """The same in place, of a row with queries behind the keys."""
     end = (len(row) + inner) // 2
     arrange(row.copy(), N, row[:end], row[end:])
-
-
-@threaded
-def arrange_prompts(rows, N, inner):  # noqa: ANN001, ANN201
-    """``arrange_token`` of all rows [n, C]."""
-    for t in prange(rows.shape[0]):
-        arrange_token(rows[t], N, inner)

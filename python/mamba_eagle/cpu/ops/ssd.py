@@ -10,10 +10,9 @@ up in an order that depends on where chunks begin, has others each time.
 import numpy as np
 
 from mamba_eagle.cpu.ops.tree_verify import Nodes, Rows, _block_of, _pass, _room
-from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import copy_row
 from mamba_eagle.cpu.vectors.states import AFTER
-from mamba_eagle.machine_code import kernel, prange
+from mamba_eagle.machine_code import kernel
 
 SPAN = 16  # tokens that go over a part of the state together, while it is in registers
 
@@ -35,7 +34,12 @@ def _walk(h, xBC, dt, decay, D, S, begin, end, y):
 
 @kernel
 def scan_head(task, xBC, dt, decay, D, state, requests, segments, y):
-    """A pair of a request and a head of ``scan``."""
+    """naive.py's scan_prompts for pair ``task`` of a request and a head, from and to state slots.
+
+    xBC [n, H*P + 2*G*N] after the convolution; dt, decay [n, H]: after softplus, and exp(dt A); D
+    [H]; state [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan. Out: y [n,
+    H*P]. Of a delta rule xBC is what ``arrange_token`` leaves, and is written to; dt: its gates.
+    """
     H, P, N = state.shape[1:]
     r, h = task // H, task % H
     S = np.zeros((P, N), np.float32)
@@ -47,15 +51,3 @@ def scan_head(task, xBC, dt, decay, D, state, requests, segments, y):
         if segments[s, 2] >= 0:
             for p in range(P):
                 copy_row(S[p], state[segments[s, 2], h, p])
-
-
-@threaded
-def scan(xBC, dt, decay, D, state, requests, segments, y):
-    """naive.py's scan_prompts, from and to state slots.
-
-    xBC [n, H*P + 2*G*N] after the convolution; dt, decay [n, H]: after softplus, and exp(dt A); D
-    [H]; state [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan. Out: y [n,
-    H*P]. Of a delta rule xBC is what ``arrange_prompts`` leaves, and is written to; dt: its gates.
-    """
-    for task in prange(requests.shape[0] * state.shape[1]):
-        scan_head(task, xBC, dt, decay, D, state, requests, segments, y)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import KeptInputs
 from mamba_eagle.cpu import abi
-from mamba_eagle.cpu.programs.calls import Scratch
+from mamba_eagle.cpu.programs.calls import Call, Scratch
 from mamba_eagle.cpu.programs.layers import (
     NS_PER_NUMBER,
     Builder,
@@ -28,6 +28,7 @@ from mamba_eagle.cpu.programs.layers import (
 from mamba_eagle.cpu.spans import prompts as spans
 from mamba_eagle.cpu.weights import Mixer
 from mamba_eagle.layers.adapters import slots_of_rows
+from mamba_eagle.model_config import RecurrenceConfig
 
 # Tokens of a pass beyond which its layers run one by one: the scratch, which stays, grows with the
 # tokens, and the share of Python in the time falls.
@@ -62,24 +63,8 @@ class PromptBuilder(Builder):
 
     def recur(self, mixer: Mixer, columns: Columns) -> None:
         c, own = mixer.config, abi.PromptRecurrence()
-        entering = c.conv_dim * 2 * NS_PER_NUMBER + c.num_heads * SOFTPLUS_NS
-        first = self.call(spans.ENTER_TOKENS, own, work_per_row=entering)
-        self._describe(first, mixer, columns)
-        # it overwrites what the convolution has read
-        self.call(spans.SAVE_HISTORIES, own, units_per_row=0, units_per_request=1)
-        scanning = c.inner_size * 2 * c.state_size // PRODUCTS_PER_NS
-        self.call(
-            spans.SCAN_HEADS, own,
-            units_per_row=0, units_per_request=c.num_heads, work_per_row=scanning,
-        )  # fmt: skip
-
-    def _describe(self, call: Any, mixer: Mixer, columns: Columns) -> None:
-        """The block of a layer's recurrence."""
-        c, at = mixer.config, mixer.index
-        history, state = (part[at].numpy() for part in (self.states.conv, self.states.ssm))
-        call.keep(history=history, state=state)
-        call.block.assign(states=state.shape[0], layer=at)
-        describe_recurrence(call, mixer)
+        first = self.call(spans.ENTER_TOKENS, own, work_per_row=entering_ns(c))
+        describe_states(first, mixer, self.states)
         for name, per_row in (
             ("convolved", c.conv_dim * 4),
             ("steps", c.gate_size * 4),
@@ -87,8 +72,60 @@ class PromptBuilder(Builder):
             ("y", c.inner_size * 4),
         ):
             self.scratch.want(name, per_row)
-        columns.describe(call)
-        call.lies(convolved="convolved", steps="steps", decay="decay", out="y")
+        columns.describe(first)
+        first.lies(convolved="convolved", steps="steps", decay="decay", out="y")
+        # it overwrites what the convolution has read
+        self.call(spans.SAVE_HISTORIES, own, units_per_row=0, units_per_request=1)
+        self.call(
+            spans.SCAN_HEADS, own,
+            units_per_row=0, units_per_request=c.num_heads, work_per_row=scanning_ns(c),
+        )  # fmt: skip
+
+
+def entering_ns(c: RecurrenceConfig) -> int:
+    """That a token takes before its recurrence."""
+    return c.conv_dim * 2 * NS_PER_NUMBER + c.num_heads * SOFTPLUS_NS
+
+
+def scanning_ns(c: RecurrenceConfig) -> int:
+    """That a token takes in it."""
+    return c.inner_size * 2 * c.state_size // PRODUCTS_PER_NS
+
+
+def describe_states(call: Call, mixer: Mixer, states: StatePool) -> None:
+    """The weights and sizes of a layer's recurrence, and its states."""
+    history, state = (part[mixer.index].numpy() for part in (states.conv, states.ssm))
+    call.keep(history=history, state=state)
+    call.block.assign(states=state.shape[0], layer=mixer.index)
+    describe_recurrence(call, mixer)
+
+
+def divide(frame: abi.PromptFrame, tables: PromptTables) -> int:
+    """Describes how the pass is divided; returns the number of requests."""
+    assert all(table.dtype == np.int32 for table in tables)
+    frame.point(**tables._asdict())
+    frame.num_requests, frame.num_segments = len(tables.requests), len(tables.segments)
+    return frame.num_requests
+
+
+def recur_alone(
+    mixer: Mixer, xbc: Tensor, raw: Tensor, states: StatePool, tables: PromptTables
+) -> Tensor:
+    """A layer's recurrence without a program: xbc [n, C], raw gates [n, E] -> [n, H*P]."""
+    n, c, xbc, raw = len(xbc), mixer.config, xbc.contiguous(), raw.contiguous()
+    frame = abi.PromptFrame(rows=n)
+    requests = divide(frame, tables)
+    own = abi.PromptRecurrence(frame=frame.address, columns=c.conv_dim, raw_columns=c.gate_size)
+    call = Call(spans.ENTER_TOKENS, own)
+    describe_states(call, mixer, states)
+    sizes = {"convolved": c.conv_dim, "steps": c.gate_size, "decay": c.num_heads}
+    made = {name: torch.empty(n, size) for name, size in sizes.items()}
+    y = torch.empty(n, c.inner_size)
+    own.point(projected=xbc, raw=raw, out=y, **made)
+    spans.ENTER_TOKENS(n, n * entering_ns(c), own)
+    spans.SAVE_HISTORIES(requests, 0, own)  # overwrites what the convolution has read
+    spans.SCAN_HEADS(requests * c.num_heads, n * scanning_ns(c), own)
+    return y
 
 
 class PromptPrograms:
@@ -159,12 +196,10 @@ class PromptPrograms:
 
     def _describe(self, tables: PromptTables, kept: KeptInputs | None) -> int:
         """Returns the number of requests."""
-        frame, b = self.frame, len(tables.requests)
-        assert all(table.dtype == np.int32 for table in tables)
-        frame.point(**tables._asdict())
-        frame.num_requests, frame.num_segments, frame.kept = b, len(tables.segments), 0
+        frame, requests = self.frame, divide(self.frame, tables)
+        frame.kept = 0
         if kept is not None:
             assert kept.inputs.dtype == torch.float32
             frame.point(kept=kept.rows, kept_inputs=kept.inputs, kept_steps=kept.gates)
             frame.kept_rows = kept.inputs.shape[1] * kept.inputs.shape[2]
-        return b
+        return requests

@@ -61,7 +61,7 @@ def _keep(own, frame, projected, steps, first, last):
 
 
 def _enter_tokens(arguments, first, last):
-    """Tokens [first, last) of ``convolve_prompts`` and ``step_sizes``."""
+    """Tokens [first, last)."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     n, at, gates_at, low, high = frame.rows, own.channels_at, own.gates_at, own.low, own.high
@@ -77,7 +77,7 @@ def _enter_tokens(arguments, first, last):
 
 
 def _save_histories(arguments, first, last):
-    """Requests [first, last) of ``save_histories``."""
+    """Requests [first, last)."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     (projected, history), (requests, segments) = _raw_inputs(own, frame.rows), _divided(frame)
@@ -86,7 +86,7 @@ def _save_histories(arguments, first, last):
 
 
 def _scan_heads(arguments, first, last):
-    """Pairs [first, last) of a request and a head, of ``scan``."""
+    """Pairs [first, last) of a request and a head."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     n, H, P = frame.rows, own.H, own.P
