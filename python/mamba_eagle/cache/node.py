@@ -223,7 +223,7 @@ class CacheWatcher:
 
 
 class CacheBelow:
-    """What keeps for a RadixCache what that has no room for. Here: no one keeps anything."""
+    """Keeps what a RadixCache has no room for. This one keeps nothing."""
 
     def state_came(self, node: Node) -> None:
         """The node gets a state, or its state a journal."""

@@ -81,7 +81,7 @@ class SlotPools:
     # ── handing out ──────────────────────────────────────────────────────────────────────────
 
     def reserve_state(self, keep: Collection[int] = ()) -> int | None:
-        """A state slot; one of ``keep`` is not evicted for it. None if there is no other."""
+        """A state slot; none of ``keep`` is evicted for it. None if there is no other."""
         if self.states.num_free == 0:
             self.cache.evict_states(1, keep)
         slots = self.states.allocate(1)
@@ -97,7 +97,7 @@ class SlotPools:
         return None
 
     def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
-        """A journal slot; None if there is none that can be had for it. keep: state slots that are
+        """A journal slot; None if none is free or can be freed. keep: state slots that are
         not moved to the end of their journal for it; ``take_moves`` has the one that is."""
         if self.journals.num_free == 0 and self.folds_journals:
             move = self.cache.journals.evict(keep)

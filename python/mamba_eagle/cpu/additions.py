@@ -67,8 +67,8 @@ ADD = SpanKernel(_add)
 
 class CpuAddition(Addition):
     """The slots of one matrix. ``down`` lies with its ranks side by side, as the kernel adds them
-    up, and what a slot holds at its beginning: of lines that are far apart the memory gives what
-    lies between, too."""
+    up, and what a slot holds at its beginning: of lines that are far apart, the memory would also
+    read what lies between."""
 
     def __init__(self, size: AdapterSize) -> None:
         super().__init__(size)

@@ -110,7 +110,7 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
             looks = 0
             epoch = load(control + EPOCH * 8)
             add(control + SLEEPERS * 8, 1)
-            word = load(control + WORD * 8)  # a call published before that was seen by nobody
+            word = load(control + WORD * 8)  # a call published before found no sleeper
             idle = (word & _MASK) >= ((word >> _BITS) & _MASK)
             if idle and load(control + STOP * 8) == 0:
                 futex(
@@ -213,7 +213,7 @@ _leading = threading.Lock()
 
 
 def gather(threads: int) -> None:
-    """Programs are run by so many threads from now on."""
+    """From now on ``threads`` threads run programs."""
     global _team
     wanted = threads if can_sleep() else 1
     if (1 if _team is None else _team.threads) == wanted:

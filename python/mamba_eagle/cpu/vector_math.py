@@ -64,6 +64,6 @@ def softplus(x):  # noqa: ANN001, ANN201
 
 @kernel
 def copy_row(source, target):
-    """A loop: for ``target[:] = source`` Numba compiles the text of an error, too, for seconds."""
+    """A loop: for ``target[:] = source`` Numba spends seconds on compiling an error's text."""
     for i in range(target.shape[0]):
         target[i] = source[i]

@@ -90,7 +90,7 @@ def _is_whole(blocks: Sequence[str], span: Span) -> bool:
 
 def staged(config: ModelConfig, span: Span, drafts: bool) -> ModelConfig:
     """The config of the model of a stage. drafts: whether the drafter reads the embedding, which
-    the last stage then has too; so it does if lm_head is tied to it."""
+    the last stage then has too, as it does if lm_head is tied to it."""
     if span.size == len(config.blocks):
         return config
     is_last = span.end == len(config.blocks)

@@ -58,7 +58,7 @@ class MasksWhileVerifying(MasksOnDemand):
         verifying = _Verifying(ended, self._expected(shape))
         chosen = self._choose(nodes, trees, lambda walks: self._ahead(walks, verifying, shape[1]))
         if verifying.waited_for:
-            ended.wait()  # over by now
+            ended.wait()  # already over
             self._seconds[shape] = view.here.until(ended)
         return chosen
 

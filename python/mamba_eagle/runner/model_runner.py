@@ -237,9 +237,9 @@ class ModelRunner:
         self.step.num_forced.zero_()
 
     def capture(self) -> None:
-        """Steps are graphs from now on, if they can be: all kinds of them, captured anew."""
+        """From now on steps are graphs, if they can be; all kinds of them are captured again."""
         if self.parts.captures:
-            # NCCL would wait for ever for the graphs of before
+            # NCCL would wait for ever for the earlier graphs
             self.steps.close()
             self.prompts.graphs.close()
             self.steps = self.make_steps(GraphedSteps)

@@ -136,8 +136,8 @@ def stage_weights(
 
 
 def parameter_bytes(module: nn.Module, seen: set[int] | None = None) -> int:
-    """Bytes of its parameters that are not in ``seen`` yet, to which they are added: weights
-    that layers share count once."""
+    """Bytes of its parameters that are not in ``seen`` yet; they are added to it, so weights that
+    layers share count once."""
     seen = set() if seen is None else seen
     total = 0
     for parameter in module.parameters():

@@ -42,8 +42,8 @@ class Cohorts:
         return []
 
     def _together(self, ready: list[Request]) -> list[Request]:
-        """Without those that another group's plan has just served, a prompt's last chunk say: the
-        plan would wait for that one. They join when it is their group's turn again."""
+        """Without those that another group's plan has just served, as with a prompt's last chunk:
+        the plan would wait for that one. They join when it is their group's turn again."""
         turn = self._planned + 1 - self.count  # when the group decoded last, if all groups do
         needed = max(turn, min(request.newest_step for request in ready))
         return [request for request in ready if request.newest_step <= needed]

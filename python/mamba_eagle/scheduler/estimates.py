@@ -40,8 +40,8 @@ class StepTimes:
     """Seconds per decode step, by shape and number of requests, at the machine's usual pace.
 
     Each estimate is the lower median of the last few measurements, so that one kernel compilation
-    or one stall changes none of them; of those of late alone if they are several: what a step takes
-    beside a plain one changes with the experts that its tokens choose.
+    or one stall changes none of them. If several are recent, only these count: what a step takes
+    relative to a plain one changes with the experts that its tokens choose.
 
     ``pace`` is the current slowdown of the machine, for example while other programs use it. The
     pace applies to all shapes, so a shape is not penalised for being measured while the machine

@@ -1,8 +1,8 @@
 """Requests that wait until the runner has compiled their grammars.
 
 The largest grammars take a second to compile. A runner that met one unprepared would wait for it in
-the middle of a step, and everybody with it. So it is asked when the request arrives, and admits the
-request when it has compiled the grammar. Others may overtake it meanwhile.
+the middle of a step, and so would all requests. So the runner is asked when a request arrives, and
+the request is admitted once its grammar is compiled. Others may overtake it meanwhile.
 """
 
 from collections import OrderedDict

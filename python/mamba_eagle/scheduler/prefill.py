@@ -252,8 +252,8 @@ class PrefillManager:
         return True
 
     def _mark_wanted(self, request: Request) -> None:
-        """KV is about to be evicted for the request. What others that wait need is to go last, and
-        of it first what is needed last; by age alone that would be what is needed next."""
+        """KV is about to be evicted for the request. What other waiting requests need goes last,
+        and of that what is needed latest goes first; by age it would be what is needed next."""
         for other in reversed(self.waiting[:LOOK_AHEAD]):
             if other is not request:
                 self.slots.match(other.to_prefill, other.hit_limit, other.salt)

@@ -28,7 +28,7 @@ from mamba_eagle.train.world import World
 def set_precision() -> None:
     """Uses TF32 for float32 matrix products (those of the recurrence) on GPUs that have it.
 
-    Attention by cuDNN is disabled: it plans anew for every new length, which takes longer than a
+    Attention by cuDNN is disabled: it plans again for every new length, which takes longer than a
     training step.
     """
     torch.set_float32_matmul_precision("high")

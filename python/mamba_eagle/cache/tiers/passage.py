@@ -105,7 +105,7 @@ class Load(Transfer):
         super().end(worked)
 
     def _arrive(self, cache: RadixCache) -> None:
-        """The cache above gets what it lacks by now."""
+        """The cache above gets what it still lacks."""
         new = self.tokens[self.start :]
         done = cache.insert(self.upper, new, self.kv, self.salt, self.lower.followed)
         cache.kv.free(self.kv[: len(self.kv) - done.taken])
@@ -170,7 +170,7 @@ class Passage(CacheBelow):
 
     def descend(self, node: Node) -> None:
         """The tier below gets what it lacks of the node's state, its journals, and their KV; or
-        nothing, if there is no room. Of the spare states a document's alone is worth it."""
+        nothing, if there is no room. Of the spare states only a document's is worth it."""
         if node.state_slot < 0 or node.end < self.min_gain:
             return
         if node.spare and node.kind != "document":

@@ -84,7 +84,7 @@ class Tier(Shelf):
         self.has_kv = bool(sizes.kv_units)
 
     def reserve_kv(self, count: int, spare: bool = False) -> Indices | None:
-        """Units for as many tokens; None if they cannot be had. spare: of a spare state, for which
+        """Units for ``count`` tokens; None if there is no room. spare: of a spare state, for which
         no other but spare ones are evicted."""
         self._make_room(self.kv, count, spare)
         taken = self.kv.allocate(count)

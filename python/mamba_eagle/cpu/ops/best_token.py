@@ -28,7 +28,7 @@ def best_of(scores, tokens):  # noqa: ANN001, ANN201
         tokens[r] = NO_TOKEN
         if largest > INFINITE or not np.isfinite(best):
             continue
-        if best == ZERO:  # -0 is no less
+        if best == ZERO:  # -0 is not less
             first = 0
         for i in range(first, size):
             if row[i] == best:

@@ -212,7 +212,7 @@ def paged_tree_attention(new, pool, sequences, own, parents, scale, out):
 @kernel
 def _off_path(hidden, seen, parents, node):
     """Whether a key is hidden from the node: [keys], the prefix's first. What is behind the nodes'
-    keys is hidden, too."""
+    keys is hidden as well."""
     hidden[:seen] = False
     hidden[seen:] = True
     hidden[seen + node] = False
@@ -227,7 +227,7 @@ def _softmax_of_seen(scores, hidden, seen, path):
     vectors of exponentials have no remainder. path: places of the nodes' keys, root first.
 
     The sum is that of LANES sums over every LANES-th *position*, so it has the same bits whether a
-    token is a node of the tree or of the prefix by now, and whatever other nodes there are.
+    token is still a node of the tree or already in the prefix, whatever other nodes there are.
     """
     for j in range(len(scores)):
         scores[j] = -INFINITY if hidden[j] else scores[j]

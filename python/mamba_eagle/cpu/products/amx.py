@@ -88,7 +88,7 @@ def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def parts_bytes(rows: int, inputs: int) -> int:
-    """What the parts of so many rows take."""
+    """Bytes that the parts of ``rows`` rows take."""
     return -(-rows // TILE_ROWS) * inputs // TILE_INPUTS * TILE_BYTES
 
 
@@ -151,7 +151,7 @@ class _Registers:
         self.code.call(f"llvm.x86.{name}", ir.VoidType(), *given)
 
     def configure(self, first: Any, second: Any) -> None:
-        """Of the two tiles of inputs, so many rows of inputs; sums have as many rows as these."""
+        """first, second: rows of inputs in the two tiles of inputs; sums have as many rows."""
         code, b = self.code, self.code.builder
         room = b.bitcast(self._room, I8.as_pointer())
         for word in range(0, LINE, 8):
@@ -209,7 +209,7 @@ class _Panel:
                 self.configure_rest()
 
     def configure_rest(self) -> None:
-        """For the rows that are no pair of whole tiles."""
+        """For the rows that do not fill a pair of tiles."""
         b, tile = self.code.builder, I64(TILE_ROWS)
         more = b.icmp_unsigned(">", self.left, tile)
         first = b.select(more, tile, self.left)

@@ -28,7 +28,7 @@ class Scratch:
         self.spare[name] = max(self.spare.get(name, 0), spare)
 
     def grow(self, rows: int) -> None:
-        """New blocks, for so many rows."""
+        """New blocks, for ``rows`` rows."""
         self.rows = rows
         self.blocks = {
             name: torch.empty((rows + self.spare[name]) * each + 64, dtype=torch.uint8)

@@ -390,7 +390,7 @@ def parts_of(
 
 
 def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:
-    """What the layers consist of; nothing, if one of them does not say."""
+    """What the layers consist of; [] if one of them does not say."""
     steps: list[Residual] = []
     for layer in layers:
         own = layer.residuals() if hasattr(layer, "residuals") else ()

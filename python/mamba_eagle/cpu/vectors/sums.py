@@ -97,7 +97,7 @@ def _halves(lanes: int, width: int, first: int) -> Any:
 
 
 def _products(rows: int) -> Any:
-    """``add_products_of_…`` in LLVM's language, with so many rows on the left."""
+    """``add_products_of_…`` in LLVM's language, with ``rows`` rows on the left."""
     columns = LANES // rows
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -136,7 +136,7 @@ def _products(rows: int) -> Any:
 
 
 def _sums(rows: int, vectors: int) -> Any:
-    """``add_…`` in LLVM's language, for so many rows of sums of so many vectors."""
+    """``add_…`` in LLVM's language, for ``rows`` rows of sums of ``vectors`` vectors."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
@@ -235,8 +235,8 @@ def _of_products(rows: int) -> Any:
     """out[r, c] += factors[r] · Σ_n left[r, n] · right[ids[first + c], n], for r < rows,
     c < LANES / rows and n < count, a multiple of LANES. For fewer rows the same, bit by bit.
 
-    out, factors, left, right: contiguous float32 arrays, read from element ``…_at`` on, with so
-    many elements from one row to the next; ids int64. out must not overlap the others.
+    out, factors, left, right: contiguous float32 arrays, read from element ``…_at`` on, with
+    ``…_row`` elements from one row to the next; ids int64. out must not overlap the others.
     """
 
     def typed(  # noqa: PLR0913
@@ -255,7 +255,7 @@ def _of_sums(rows: int, vectors: int) -> Any:
     """out[r, c] += Σ_k weights[r, k] · right[ids[k], c] for r < rows, c < vectors · LANES,
     k < count, added up in this order.
 
-    out, weights, right: contiguous float32 arrays, read from element ``…_at`` on, with so many
+    out, weights, right: contiguous float32 arrays, read from element ``…_at`` on, with ``…_row``
     elements from one row to the next, and ``weight_step`` from one weight of a row to the next; ids
     int64. out must not overlap the others.
     """

@@ -59,7 +59,7 @@ class OrderedSum(JoinedSum):
 
 
 class PushedSum(OrderedSum, FusedSum):
-    """With the norm, too, which reads a sum before it is rounded."""
+    """Also with the norm, which reads a sum before it is rounded."""
 
     name = "pushed"
 

@@ -40,7 +40,7 @@ class JoinedSum(SumMethod):
 
 class KnownGroups:
     """Process groups whose members torch's symmetric memory knows: by name, until the process ends.
-    Names begin anew when ranks meet again, so a later group of the same name would be taken for
+    Names start over when ranks meet again, so a later group of the same name would be taken for
     the first one, and wait for ranks that are gone."""
 
     def __init__(self) -> None:
