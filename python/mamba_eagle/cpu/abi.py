@@ -126,10 +126,11 @@ class PromptFrame(Block):
 
 
 class Step(Block):
-    """A decode step of the target; int64, but features, raw inputs, and what is bool."""
+    """A decode step of the target; int64, but features, raw inputs, and what is bool. frame: the
+    address of its pass's."""
 
     _fields_ = fields("""
-        slots[b] b T  # request slots
+        frame slots[b] b T  # request slots
         kv_slots[b, T] tokens[b, T] parents[b, T] depths[b, T]
         # made
         positions[b, T] features[b * T, F] size  # F
@@ -150,10 +151,11 @@ class Step(Block):
 
 class Drafts(Block):
     """A step of drafting, in which one call leaves to the next where it stands; int64, but
-    features, outputs, scores and log-probabilities. k lanes, C candidates, E entries of one."""
+    features, outputs, scores and log-probabilities. k lanes, C candidates, E entries of one. frame:
+    the address of its passes'; least: float64, the probability below which a chain ends."""
 
     _fields_ = fields("""
-        slots[b] requests longest topk nodes  # request slots; b; E; k; of the trees
+        frame least[1] slots[b] requests longest topk nodes  # request slots; b; E; k; of the trees
         depth seen  # depths that have been added, candidates so far
         # the request table
         table[R, positions] R positions processed[R] last_token[R] remaining[R]
@@ -295,14 +297,6 @@ class States(Block):
 # ── calls around the layers ──
 
 
-class OfStep(Block):
-    _fields_ = fields("frame step")  # their addresses
-
-
-class OfDrafts(Block):
-    _fields_ = fields("frame drafts")
-
-
 class StoredRows(Block):
     """Rows of an embedding in float32 or bfloat16. Those of a row come in groups of ``neighbours``
     numbers, of which the first is at token // per_block · block + token % per_block · neighbours,
@@ -342,12 +336,6 @@ class Best(Block):
     """tokens: how many of the columns are tokens."""
 
     _fields_ = fields("frame drafts logits[n, columns] columns tokens")
-
-
-class Expand(Block):
-    """least: float64, the probability below which a chain ends."""
-
-    _fields_ = fields("frame drafts least[1]")
 
 
 class Append(Block):

@@ -87,7 +87,7 @@ class DraftProgram:
 
     def _alone(self, kernel: Any) -> Call:
         """A call of one unit."""
-        return Call(kernel, abi.OfDrafts(self.frame.address, self.drafts.address), units=1)
+        return Call(kernel, self.drafts, units=1)
 
     def _shared(self, kernel: Any, block: Any, work: int) -> Call:
         """A call whose units are rows."""
@@ -132,9 +132,7 @@ class DraftProgram:
         self._shared(spans.BEST, own, tokens * NS_PER_LOGIT).lies(logits="logits")
         for name in ("best", "log_probs"):
             build.scratch.want(name, topk * 8)
-        expand = Call(spans.EXPAND, abi.Expand(drafts=self.drafts.address), units=1)
-        expand.keep(least=self.pools.min_probability)
-        build.calls.append(expand)
+        build.calls.append(self._alone(spans.EXPAND))
         return list(build.calls[before:])
 
     # ── the memory ──
@@ -146,12 +144,13 @@ class DraftProgram:
         drafts.width, drafts.size = entries.features.shape[1:]
         candidates = 1 + shape.topk + max(shape.depth - 1, 0) * shape.topk**2
         drafts.assign(
-            R=requests, padding=kv.padding_slot, max_lanes=most, candidates=candidates
+            frame=self.frame.address, R=requests, padding=kv.padding_slot, max_lanes=most,
+            candidates=candidates,
         )  # fmt: skip
         drafts.point(
             table=table.kv_slots, processed=table.processed, last_token=table.last_token,
             remaining=table.remaining, tokens=entries.tokens, features=entries.features,
-            pending=entries.pending, done=entries.processed,
+            pending=entries.pending, done=entries.processed, least=self.pools.min_probability,
         )  # fmt: skip
         longest = max(drafts.width, most)  # of a request, in any pass
         room = dict.fromkeys(("own", "parents", "row_tokens", "row_features", "wanted"), longest)

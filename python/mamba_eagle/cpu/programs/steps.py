@@ -105,7 +105,7 @@ class TargetProgram:
 
     def _alone(self, kernel: Any) -> Call:
         """A call of one unit."""
-        return Call(kernel, abi.OfStep(self.frame.address, self.step.address), units=1)
+        return Call(kernel, self.step, units=1)
 
     def _folds(self, build: Builder, steps: Sequence[Residual]) -> None:
         for step in steps:
@@ -132,8 +132,9 @@ class TargetProgram:
         assert rows.feature.shape[2] == self.size
         step.R, step.columns = table.kv_slots.shape
         step.assign(
-            places=rows.path.shape[1], history=rows.history, W=size.rows, size=self.size,
-            layers=size.layers, channels=rows.conv_in.shape[3], states=len(pool.feature),
+            frame=self.frame.address, places=rows.path.shape[1], history=rows.history,
+            W=size.rows, size=self.size, layers=size.layers, channels=rows.conv_in.shape[3],
+            states=len(pool.feature),
         )  # fmt: skip
         step.point(
             processed=table.processed, state_slot=table.state_slot, path=rows.path,

@@ -19,9 +19,8 @@ from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans.layers import frame_at, round_made
 from mamba_eagle.machine_code import kernel, numba
 
-drafts_at, of_drafts_at, join_at = reader(abi.Drafts), reader(abi.OfDrafts), reader(abi.Join)
+drafts_at, join_at, best_at = reader(abi.Drafts), reader(abi.Join), reader(abi.Best)
 stream_at, outputs_at = reader(abi.Stream), reader(abi.Outputs)
-best_at, expand_at = reader(abi.Best), reader(abi.Expand)
 
 
 @kernel
@@ -36,8 +35,7 @@ def _attend(frame, drafts, rows, family):
 
 def _take(arguments, first, last):
     """``PendingEntries.take`` of all that wait, a chain per request; and the candidates' root."""
-    given = of_drafts_at(arguments)
-    drafts = drafts_at(given.drafts)
+    drafts = drafts_at(arguments)
     b, E, R, C = drafts.requests, drafts.longest, drafts.R, drafts.candidates
     width, bytes_each, padding = drafts.width, drafts.size * 4, drafts.padding
     slots, table = ints(drafts.slots, b), ints(drafts.table, (R, drafts.positions))
@@ -65,13 +63,12 @@ def _take(arguments, first, last):
         all_tokens[r, 0], all_parents[r, 0], all_scores[r, 0] = last_token[slot], 0, 0
         numbers[r], scores[r, 0] = 0, 0
     drafts.depth, drafts.seen, drafts.doubts = 0, 1, 0
-    _attend(frame_at(given.frame), drafts, b * E, E)
+    _attend(frame_at(drafts.frame), drafts, b * E, E)
 
 
 def _lanes(arguments, first, last):
     """The next lanes follow the request's tokens, its root and the lanes above."""
-    given = of_drafts_at(arguments)
-    drafts = drafts_at(given.drafts)
+    drafts = drafts_at(arguments)
     b, k, depth, most = drafts.requests, drafts.topk, drafts.depth, drafts.max_lanes
     family, bytes_each, padding = depth * k, drafts.size * 4, drafts.padding
     slots, processed = ints(drafts.slots, b), ints(drafts.processed, drafts.R)
@@ -92,7 +89,7 @@ def _lanes(arguments, first, last):
             row_features[i] = outputs + (r * before + above[r, lane]) * bytes_each
         for i in range(family):
             own[r, i], parents[r, i] = padding + 1 + r * most + i, kept[r, i]
-    _attend(frame_at(given.frame), drafts, b * k, family)
+    _attend(frame_at(drafts.frame), drafts, b * k, family)
 
 
 def _join(arguments, first, last):
@@ -145,8 +142,7 @@ def _best(arguments, first, last):
 def _expand(arguments, first, last):
     """``Candidates.expand``: the best tokens of each lane join the candidates, and the best of
     these are the next lanes."""
-    given = expand_at(arguments)
-    drafts = drafts_at(given.drafts)
+    drafts = drafts_at(arguments)
     b, k, seen, C = drafts.requests, drafts.topk, drafts.seen, drafts.candidates
     n = 1 if drafts.depth == 0 else k
     new = n * k
@@ -171,13 +167,13 @@ def _expand(arguments, first, last):
     likely = 0.0
     for r in range(b):
         likely += np.exp(np.float64(scores[r, 0]))
-    least = numba.carray(pointer_to(given.least), 1, np.float64)[0]
+    least = numba.carray(pointer_to(drafts.least), 1, np.float64)[0]
     drafts.doubts = 1 if likely < least * b else 0
 
 
 def _select(arguments, first, last):
     """``Candidates.select``: the best nodes of all candidates."""
-    drafts = drafts_at(of_drafts_at(arguments).drafts)
+    drafts = drafts_at(arguments)
     b, C, T, seen = drafts.requests, drafts.candidates, drafts.nodes, drafts.seen
     select(
         ints(drafts.all_tokens, (b, C))[:, :seen],

@@ -25,7 +25,7 @@ from mamba_eagle.cpu.spans.layers import frame_at, recurrence_at, recurrence_of
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.machine_code import kernel, numba
 
-step_at, of_step_at, stored_rows_at = reader(abi.Step), reader(abi.OfStep), reader(abi.StoredRows)
+step_at, stored_rows_at = reader(abi.Step), reader(abi.StoredRows)
 append_at, enter_roots_at, best_of_at = (
     reader(abi.Append),
     reader(abi.EnterRoots),
@@ -80,7 +80,7 @@ def _embed_32(arguments, first, last):
 
 def _crowded(arguments, first, last):
     """Which journals are folded: those that leave no room for the trees."""
-    step = step_at(of_step_at(arguments).step)
+    step = step_at(arguments)
     slots, lengths = ints(step.slots, step.b), ints(step.journal_lengths, step.R)
     own, folded = ints(step.own_slots, step.b), ints(step.folded, step.b)
     for r in range(step.b):
@@ -122,8 +122,8 @@ def _kept(step):
 
 def _open(arguments, first, last):
     """What follows folds, the layout of the step's trees, and what attention reads."""
-    given = of_step_at(arguments)
-    frame, step = frame_at(given.frame), step_at(given.step)
+    step = step_at(arguments)
+    frame = frame_at(step.frame)
     b, T, R, W = step.b, step.T, step.R, step.W
     slots, processed, kept = ints(step.own_slots, b), ints(step.processed, R), _kept(step)
     empty_journals(slots, ints(step.folded, b), *kept)
@@ -162,7 +162,7 @@ def _open(arguments, first, last):
 
 def _commit(arguments, first, last):
     """``accept_and_truncate``, ``extend_journals`` and ``commit``."""
-    step = step_at(of_step_at(arguments).step)
+    step = step_at(arguments)
     b, T, R, D, F = step.b, step.T, step.R, step.D, step.size
     slots, lengths = ints(step.slots, b), ints(step.journal_lengths, R)
     processed, remaining = ints(step.processed, R), ints(step.remaining, R)
