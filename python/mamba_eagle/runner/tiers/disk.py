@@ -35,6 +35,12 @@ MIN_LOG = 1 << 26  # bytes below which the log is not compacted while the server
 OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # named after a fingerprint
 
 
+def record_of(label: bytes, rows: np.ndarray) -> Record:
+    """Of units [n, unit bytes], with the label that the scheduler has made."""
+    sums = b"".join(unit_sum(row.data) for row in rows)
+    return Record(msgspec.msgpack.decode(label, type=Label), sums)
+
+
 class DamagedUnits(OSError):
     """Units of the file are not what was written."""
 
@@ -98,15 +104,15 @@ class DiskUnits:
     def write(self, units: Indices, rows: Tensor, label: bytes) -> None:
         """rows: [n, unit bytes] uint8 on the host. Raises: OSError, and then nothing is logged."""
         self.sums[np.asarray(units)] = 0  # what is there is of no use, however far this comes
-        data = rows.contiguous().numpy().data.cast("B")
-        for part, place in self._spans(units, data):
+        data = rows.contiguous().numpy()
+        for part, place in self._spans(units, data.data.cast("B")):
             while part:
                 done = os.pwrite(self._units, part, place)
                 part, place = part[done:], place + done
-        sums = b"".join(unit_sum(unit) for unit in self._each(data))
-        self.sums[np.asarray(units)] = np.frombuffer(sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
-        record = framed(Record(msgspec.msgpack.decode(label, type=Label), sums))
-        size = os.fstat(self._log).st_size
+        made = record_of(label, data)
+        sums = np.frombuffer(made.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+        self.sums[np.asarray(units)] = sums
+        record, size = framed(made), os.fstat(self._log).st_size
         if os.write(self._log, record) < len(record):
             os.ftruncate(self._log, size)
             raise OSError(f"{self.log}: no room for the whole record")
@@ -115,12 +121,12 @@ class DiskUnits:
 
     def read(self, units: Indices, rows: Tensor) -> None:
         """Into rows [n, unit bytes] uint8 on the host. Raises: OSError, or DamagedUnits."""
-        data = rows.numpy().data.cast("B")
-        for part, place in self._spans(units, data):
+        data = rows.numpy()
+        for part, place in self._spans(units, data.data.cast("B")):
             if os.preadv(self._units, [part], place) < len(part):
                 raise DamagedUnits(f"{self.log.parent}: the file of units is too short")
-        for unit, own in zip(units, self._each(data)):
-            if unit_sum(own) != self.sums[unit].tobytes():
+        for unit, own in zip(units, data):
+            if unit_sum(own.data) != self.sums[unit].tobytes():
                 raise DamagedUnits(f"{self.log.parent}: unit {unit} is not what was written")
 
     def _spans(self, units: Indices, data: memoryview) -> Iterator[tuple[memoryview, int]]:
@@ -128,10 +134,6 @@ class DiskUnits:
         size = self.unit_bytes
         for first, span in runs(units):
             yield data[first * size : (first + span.stop - span.start) * size], span.start * size
-
-    def _each(self, data: memoryview) -> Iterator[memoryview]:
-        size = self.unit_bytes
-        return (data[place : place + size] for place in range(0, len(data), size))
 
     def empty(self) -> None:
         """Forget all."""
@@ -163,15 +165,11 @@ class ExportFiles:
     def write(self, path: str, rows: Tensor, label: bytes) -> None:
         """Appends rows [n, unit bytes] uint8 on the host. Raises: OSError."""
         data = rows.contiguous().numpy()
-        record = Record(
-            msgspec.msgpack.decode(label, type=Label),
-            b"".join(unit_sum(unit.data) for unit in data),
-        )
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "wb") as file:
             if not file.seek(0, os.SEEK_END):
                 file.write(msgspec.json.encode(self.facts) + b"\n")
-            file.write(framed(record))
+            file.write(framed(record_of(label, data)))
             file.write(data.data)
 
     def read(self, path: str, units: Indices, rows: Tensor) -> None:
