@@ -12,7 +12,7 @@ from mamba_eagle.message.indices import Indices
 
 
 class SlotPools:
-    """Says what is free, hands out slots, and evicts from the cache where that takes it. Knows no
+    """Says what is free, hands out slots, and evicts from the cache where needed. Knows no
     requests: who holds what is for ``Slots``."""
 
     def __init__(

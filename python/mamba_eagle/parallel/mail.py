@@ -1,9 +1,9 @@
 """Messages between pipeline stages whose GPUs reach each other's memory.
 
 They are kernels on the stream of the steps: no host waits, nothing is connected late, and a message
-waits for no message of another channel. NCCL promises none of this. A sender waits where its ring
-is full. That never happens to what the last stage tells, since plans in flight fit into a ring; so
-it goes on, and so does each stage that waits for it or for one that does.
+waits for no message of another channel. NCCL promises none of this. A sender waits while its ring
+is full. The last stage never does, since plans in flight fit into a ring; so it always goes on, and
+so do the stages that wait for it, directly or not.
 """
 
 from collections import Counter

@@ -87,8 +87,8 @@ class MasksWhileVerifying(MasksOnDemand):
         def mask_all(asked: Iterable[tuple[_DeviceWalk, int]]) -> None:
             for walk, node in asked:
                 began = time.perf_counter()
-                # Few masks take ten times as long as most. The device may have to wait for the end
-                # of one, but would for all of it if a mask that is needed were not made.
+                # A few masks take ten times as long as most. The device may wait for the end of
+                # one, but would wait for all of it if a mask that is needed were not made.
                 if len(rows) == size or not verifying.lasts(began + self._usual):
                     break
                 mask = walk.mask_of(node)

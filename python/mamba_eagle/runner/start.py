@@ -52,8 +52,8 @@ def start_rank(config: EngineConfig, rank: int = 0, folder: str = "") -> ModelRu
     """Load a rank's part of the model that a resolved ``config`` names, once all ranks are there.
     --cpu-threads holds for the whole process; the calling thread flushes denormals from now on.
 
-    The tokenizer is read for grammars beside the weights, and not beside the first steps, which
-    that would hold up by a second.
+    The tokenizer, which grammars need, is read while the weights are: later it would hold up the
+    first steps by a second.
 
     folder: of the sockets, where ranks find each other.
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.

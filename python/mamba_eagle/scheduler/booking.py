@@ -1,5 +1,5 @@
-"""What a plan will have processed belongs to the cache as soon as the plan is as good as sent, for
-the plans after it."""
+"""What a plan will have processed belongs to the cache, for the plans after it, as soon as the plan
+is about to be sent."""
 
 import logging
 import time

@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 class Exchange:
     """A file is a tier below the host's that lives for one call: what is exported goes down into
-    it, what is imported comes up from it. So all that the other tiers keep to holds for it."""
+    it, what is imported comes up from it. So all rules of the other tiers hold for it."""
 
     def __init__(
         self, device: FromDevice, sizes: TierSizes, draft_states: bool, numbers: Iterator[int]

@@ -3,11 +3,10 @@
 A graph repeats the same kernels on the same memory, so there are graphs for each kind of step. A
 kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether any
 request takes more than an argmax (then drafts use the sampler's noise, and tokens are counted),
-whether any has an adapter,
-whether the drafter observes the accepted tokens, and whether the host needs the trees before they
-are verified, because a request has a grammar. Batches are
-padded with requests that have no tokens left to generate and that use a request slot, a state slot
-and a KV slot which no real request ever gets, so padding does not affect any request.
+whether any has an adapter, whether the drafter observes the accepted tokens, and whether the host
+needs the trees before they are verified, because a request has a grammar. Batches are padded with
+requests that have no tokens left to generate and that use a request slot, a state slot and a KV
+slot which no real request ever gets, so padding does not affect any request.
 
     inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → outcome
     inputs → [ draft ] → [ verify ] → masks, sampler → …                        with a grammar
@@ -17,7 +16,7 @@ parts of a step there: what it has in the graphs' memory is then saved, and come
 next part (``GraphedSteps.occupy``).
 
 The middle one is left out, and operations are launched one by one, where the backend does not
-sample in kernels, or where somebody else has chosen the tokens. The graphs of a kind run back to
+sample in kernels, or where the tokens are chosen elsewhere. The graphs of a kind run back to
 back, or as if they did, so all graphs share one memory pool.
 """
 

@@ -17,8 +17,8 @@ PIECE_BYTES = 8 << 20
 
 
 def runs(units: Indices, most: int = sys.maxsize) -> Iterator[tuple[int, slice]]:
-    """Units that follow each other, at most that many: where they begin in the list, and which
-    they are."""
+    """Runs of consecutive units, of at most ``most``: where they begin in the list, and which
+    units they are."""
     ids = np.asarray(units, dtype=np.int32)
     firsts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     for first, unit, count in zip(firsts, ids[firsts], np.diff(firsts, append=len(ids))):
