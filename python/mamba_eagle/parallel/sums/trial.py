@@ -87,7 +87,7 @@ class Trial:
     """Calls of a method for n tokens, recorded, with other numbers whenever it is repeated."""
 
     def __init__(self, site: Site, method: SumMethod, n: int, add_norm: AddNorm, record: Record):
-        self.site, self.method, self.n, self.add_norm = site, method, n, add_norm
+        self.site, self.method, self.add_norm = site, method, add_norm
         self.numbers = [Numbers.room(site, n) for _ in range(CALLS)]
         self.made: list[tuple[Tensor, NormedSum | None]] = []
         self.seed = n

@@ -4,7 +4,6 @@ loss."""
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,21 +34,20 @@ class TrainableEagle3(UnrolledHead):
         target.tap(tap_layers(config, len(target.config.blocks)))
         head = Eagle3Head(config).float()
         initialize(head, settings.seed)
-        self.ids = frequent_tokens(answers, vocab_size, target.config.vocab_size)
-        head.choose_tokens(self.ids)
+        head.choose_tokens(frequent_tokens(answers, vocab_size, target.config.vocab_size))
         self.module = head.to(target.lm_head.weight.device)
-        self.ids = self.ids.to(target.lm_head.weight.device)
         assert head.lm_head is not None  # of its own tokens
         with torch.no_grad():
             head.norm.weight.copy_(target.parts.norm.weight)
             head.lm_head.weight.copy_(target.lm_head.weight[self.ids] * target.logits_scale)
         self.network = EagleThreeNetwork(head, target)
 
-    def load(self, folder: Path) -> None:
-        super().load(folder)
+    @property
+    def ids(self) -> Tensor:
+        """The target's tokens that the head drafts: [D] int64."""
         ids = self.module.target_ids()
         assert ids is not None  # of its own tokens
-        self.ids = ids
+        return ids
 
     def target_probs(self, probs: Tensor) -> Tensor:
         return probs[:, self.ids]
