@@ -182,7 +182,7 @@ class RayNodes(Nodes):
         )
         try:
             await asyncio.wait_for(_reply(self.group.ready()), self.config.dist_timeout)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             text = (
                 f"Ray found no {nodes} machines, this one among them, with {each} free on each "
                 f"within --dist-timeout {self.config.dist_timeout} s: see ray status"

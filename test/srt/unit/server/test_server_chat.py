@@ -14,8 +14,12 @@ from server_harness import Harness, run, serving
 from tiny_tokenizer import EOS, byte_level, spell
 
 from mamba_eagle.chat.family import FAMILIES
+from mamba_eagle.constrain.grammar import Grammar
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate
+from mamba_eagle.server.bodies.grammars import Grammars
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.tokenizer.text import TextTokenizer
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi"}
@@ -524,10 +528,15 @@ def test_calls_and_forms_are_grammars() -> None:
     run(test())
 
 
-def test_a_budget_is_a_grammar() -> None:
+def thinking_tokenizer() -> TextTokenizer:
+    """Whose reasoning ends with one token."""
     tokenizer = byte_level()
     tokenizer.hf.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    tokenizer = type(tokenizer)(tokenizer.hf)
+    return type(tokenizer)(tokenizer.hf)
+
+
+def test_a_budget_is_a_grammar() -> None:
+    tokenizer = thinking_tokenizer()
     end = tokenizer.special_tokens()["</think>"]
 
     async def test() -> None:
@@ -550,5 +559,19 @@ def test_a_budget_is_a_grammar() -> None:
             await server.post(PATH, messages=[USER], thinking_budget=3, enable_thinking=False)
             (request,) = server.engine.of(Generate)[-1:]
             assert request.sampling.grammar == ""  # there is no reasoning to be cut short
+
+    run(test())
+
+
+def test_a_refused_budget_blames_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Grammars, grammar: Grammar, path: str) -> str:
+        raise RequestError(f"{path}: too large", param=path)
+
+    monkeypatch.setattr(Grammars, "check", refused)
+
+    async def test() -> None:
+        async with chatting(ends("x"), tokenizer=thinking_tokenizer()) as server:
+            reply = await server.post(PATH, messages=[USER], thinking_budget=3, tools=[WEATHER])
+            assert reply.status_code == 400 and "thinking_budget: too large" in reply.text
 
     run(test())

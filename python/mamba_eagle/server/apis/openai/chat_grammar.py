@@ -115,6 +115,7 @@ class _Calls:
             for place, one in enumerate(tools.functions)
             if tools.named in (-1, place)
         }
+        self._arguments: list[Grammar] = []  # of those that are constrained
 
     def constraint(self, asked: Constraint | None) -> Constraint | None:
         """The constraint of the whole answer; None: the model may write anything."""
