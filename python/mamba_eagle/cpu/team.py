@@ -3,7 +3,7 @@
 A *program* is a list of calls of kernels (span_kernels.py), one after the other; the units of a
 call are shared out to the team. The thread that runs the program, the leader, publishes a call by
 one word: how many units there are, how many have been taken, how many to take at a time. Everyone
-takes units until none is left, and the leader goes on when all have been computed. So nobody waits
+takes units until none is left, and the leader goes on when all have been computed. So no one waits
 for a worker that is asleep, or whose core does something else: the others take its share. Which
 thread computes a unit changes no bit of it.
 
@@ -67,7 +67,7 @@ def _inline(function: Any) -> Any:
 
 @_inline
 def _take(control):  # noqa: ANN001, ANN202
-    """Compute some of the units that nobody has taken. Returns whether there were any."""
+    """Compute some of the units that no one has taken. Returns whether there were any."""
     word = load(control + WORD * 8)
     first, units = word & _MASK, (word >> _BITS) & _MASK
     if first >= units:

@@ -48,7 +48,7 @@ class KeyedNoise(Protocol):
         vocabulary: the drafter's, of which the logits are this rank's.
         """
 
-    def told(self, depth: int) -> Sequence[int]:
+    def fixed(self, depth: int) -> Sequence[int]:
         """Requests, by index in the batch, whose next tokens the grammar fixes for most of
         ``depth`` levels; their drafts are replaced."""
 

@@ -55,8 +55,8 @@ class Growth:
             if doubts:
                 break
             left = shape.depth - depth
-            if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
-                self._add_told(grown, told, noise, left)
+            if noise is not None and (forced := noise.forced(len(slots), shape.topk, left)):
+                self._add_forced(grown, forced, noise, left)
                 break
             if network.reads_above:
                 index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
@@ -73,7 +73,7 @@ class Growth:
                 noise.follow(frontier)
         return grown.select(grown.likely_nodes(least, shape.nodes))
 
-    def _add_told(
+    def _add_forced(
         self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int
     ) -> None:
         """The last levels of a tree, without the network: ``children`` and what follows them."""
@@ -81,9 +81,9 @@ class Growth:
         for left in reversed(range(levels)):
             noise.follow(grown.expand(children))
             if left:
-                told = noise.forced(b, k, 0)
-                assert told is not None, "levels 0"
-                children = told
+                forced = noise.forced(b, k, 0)
+                assert forced is not None, "levels 0"
+                children = forced
 
     def _best(
         self, depth: int, outputs: Tensor, root: Tensor, noise: KeyedNoise | None, k: int

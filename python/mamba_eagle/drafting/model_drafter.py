@@ -168,16 +168,16 @@ class ModelDrafter(QueueingDrafter):
 
     def grow(self, slots: Tensor, shape: TreeShape, longest: int, noise: KeyedNoise | None) -> Tree:
         """As ``GreedyDrafting``, for all requests."""
-        told = () if noise is None else noise.told(shape.depth)
-        if len(told) == len(slots) and longest + self.max_accepted <= self.max_pending:
+        fixed = () if noise is None else noise.fixed(shape.depth)
+        if len(fixed) == len(slots) and longest + self.max_accepted <= self.max_pending:
             # what needs the network processes the entries
             return bare_roots(self.table.last_token[slots], shape)
         # entries of a request that has ended stay pending until it is released
         roots = self.run_pending(slots, None, longest)[:, None]  # [b, 1, O]
-        if noise is None or not told:
+        if noise is None or not fixed:
             return self.growth.grow(slots, roots, shape, noise)
         trees = bare_roots(self.table.last_token[slots], shape)
-        asked = [i for i in range(len(slots)) if i not in told]
+        asked = [i for i in range(len(slots)) if i not in fixed]
         if asked:
             index = self.place.to_device(asked)
             own = self.growth.grow(slots[index], roots[index], shape, noise.of(asked))

@@ -60,11 +60,11 @@ class GrammarGuide(KeyedNoise):
             if grammar.narrow or grammar.forced(grammar.root) is not None:
                 self.grammars[i], self.lanes[i] = grammar, [grammar.root]
 
-    def told(self, depth: int) -> Sequence[int]:
+    def fixed(self, depth: int) -> Sequence[int]:
         """Those whose text is forced for more than half the levels: reshaping their trees
         (constrain/reshape.py) makes a chain of that."""
         roots = ((i, grammar, grammar.root) for i, grammar in self.grammars.items())
-        return [i for i, grammar, root in roots if is_told(grammar, root, depth)]
+        return [i for i, grammar, root in roots if is_fixed(grammar, root, depth)]
 
     def forced(self, requests: int, k: int, levels: int) -> TopTokens | None:
         if not self.followed or len(self.lanes) < requests:
@@ -73,7 +73,7 @@ class GrammarGuide(KeyedNoise):
         for i in range(requests):
             grammar, places = self.grammars[i], self.lanes[i]
             living = [place for place in places if place is not None]
-            if levels and not all(is_told(grammar, place, levels) for place in living):
+            if levels and not all(is_fixed(grammar, place, levels) for place in living):
                 return None
             given = [None if place is None else grammar.forced(place) for place in places]
             tokens.append([NONE if token is None else token for token in given])
@@ -146,7 +146,7 @@ class GrammarGuide(KeyedNoise):
             ]
 
 
-def is_told(grammar: RequestGrammar, place: Place, depth: int) -> bool:
+def is_fixed(grammar: RequestGrammar, place: Place, depth: int) -> bool:
     """Whether the text behind a place is forced for most of the next ``depth`` tokens."""
     return 2 * forced_run(grammar, place, depth) > depth
 

@@ -225,8 +225,8 @@ class BatchNoise:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""
         return noisy_log_probs(log_probs, self._keys(positions), self.state.backend.gumbel)
 
-    def told(self, depth: int) -> Sequence[int]:
-        """Noise tells nothing."""
+    def fixed(self, depth: int) -> Sequence[int]:
+        """Noise fixes nothing."""
         return ()
 
     def forced(self, requests: int, k: int, levels: int) -> None:

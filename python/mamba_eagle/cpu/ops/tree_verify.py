@@ -320,7 +320,7 @@ def _enter_again(k, raw, parents, tail, steps, weights, inputs, N):
 @kernel
 def _replay_head(S, h, inputs, rows, y, G):
     """u of a delta rule is not kept with saved journals, so there its rows are nodes, whose outputs
-    y [count, H*P] nobody reads."""
+    y [count, H*P] are not read."""
     (P, N), H, count = S.shape, inputs.decay.shape[1], len(rows)
     if len(y) == 0:
         _pass(S, h, inputs, rows, count, BEFORE, _no_nodes(H, P, G, N), _room(count, 0, P, 0))

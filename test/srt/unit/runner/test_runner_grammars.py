@@ -623,7 +623,7 @@ def test_a_network_rests_behind_a_choice_and_while_all_text_is_forced(
 ) -> None:
     """Accepted tokens wait meanwhile, and it goes on from all of them."""
     engine = constrain(tiny.engine(TREE._replace(steps=5)))
-    called: dict[str, list[int]] = {"_add_told": [], "run_pending": []}
+    called: dict[str, list[int]] = {"_add_forced": [], "run_pending": []}
 
     def counted(kind: type, name: str) -> None:
         method = getattr(kind, name)
@@ -634,14 +634,14 @@ def test_a_network_rests_behind_a_choice_and_while_all_text_is_forced(
 
         monkeypatch.setattr(kind, name, call)
 
-    counted(Growth, "_add_told")
+    counted(Growth, "_add_forced")
     counted(ModelDrafter, "run_pending")
     lives = [engine.generate(random_prompt(8, i), under("schema", seed=i)) for i in range(3)]
     for live in lives:
         assert live.output == plain_choices(tiny.plain, live, engine.eos)
     steps = sum(len(live.steps) for live in lives)
     assert 0 < len(called["run_pending"]) < steps
-    assert called["_add_told"] and set(called["_add_told"]) <= {1, 2, 3, 4}
+    assert called["_add_forced"] and set(called["_add_forced"]) <= {1, 2, 3, 4}
 
 
 def test_reshaped_trees_keep_what_may_be_accepted_and_stay_within_their_shape() -> None:
