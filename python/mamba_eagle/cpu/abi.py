@@ -127,7 +127,7 @@ class PromptFrame(Block):
 
 class Step(Block):
     """A decode step of the target; int64, but features, raw inputs, and what is bool. frame: the
-    address of its pass's."""
+    address of the ``Frame`` of its pass."""
 
     _fields_ = fields("""
         frame slots[b] b T  # request slots
@@ -152,7 +152,8 @@ class Step(Block):
 class Drafts(Block):
     """A step of drafting, in which one call leaves to the next where it stands; int64, but
     features, outputs, scores and log-probabilities. k lanes, C candidates, E entries of one. frame:
-    the address of its passes'; least: float64, the probability below which a chain ends."""
+    the address of the ``Frame`` of its passes; least: float64, the probability below which a chain
+    ends."""
 
     _fields_ = fields("""
         frame least[1] slots[b] requests longest topk nodes  # request slots; b; E; k; of the trees

@@ -83,12 +83,12 @@ class PromptBuilder(Builder):
 
 
 def entering_ns(c: RecurrenceConfig) -> int:
-    """That a token takes before its recurrence."""
+    """Nanoseconds that a token takes before its recurrence, on one core."""
     return c.conv_dim * 2 * NS_PER_NUMBER + c.num_heads * SOFTPLUS_NS
 
 
 def scanning_ns(c: RecurrenceConfig) -> int:
-    """That a token takes in it."""
+    """The same in its recurrence."""
     return c.inner_size * 2 * c.state_size // PRODUCTS_PER_NS
 
 

@@ -1,4 +1,5 @@
-"""The recurrence of prompts as spans (span_kernels.py), for programs (team.py).
+"""The recurrence of prompts as spans (span_kernels.py), for programs (team.py) and for
+layers that run one by one.
 
 As in spans/layers.py, each is a loop over units that calls the kernel of a prompt pass; its block
 names the pass's ``PromptFrame``.
@@ -61,7 +62,7 @@ def _keep(own, frame, projected, steps, first, last):
 
 
 def _enter_tokens(arguments, first, last):
-    """Tokens [first, last)."""
+    """What tokens [first, last) feed into the recurrence."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     n, at, gates_at, low, high = frame.rows, own.channels_at, own.gates_at, own.low, own.high
@@ -77,7 +78,7 @@ def _enter_tokens(arguments, first, last):
 
 
 def _save_histories(arguments, first, last):
-    """Requests [first, last)."""
+    """Raw inputs before the saved states of requests [first, last)."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     (projected, history), (requests, segments) = _raw_inputs(own, frame.rows), _divided(frame)
@@ -86,7 +87,7 @@ def _save_histories(arguments, first, last):
 
 
 def _scan_heads(arguments, first, last):
-    """Pairs [first, last) of a request and a head."""
+    """States and outputs of pairs [first, last) of a request and a head."""
     own = own_at(arguments)
     frame = frame_at(own.frame)
     n, H, P = frame.rows, own.H, own.P

@@ -112,7 +112,7 @@ def _join_kernel(
     packed,  # [n, K + 1] int64, out, or None
     values,  # [n, K], out if not packed
     tokens,  # [n, K], out if not packed
-    count,
+    count,  # of the parts
     lanes,
     row_stride,
     part_stride,
@@ -200,7 +200,7 @@ def _joined(
     packed: Tensor | None = None,
     found: TopTokens | None = None,
 ) -> None:
-    """The parts [n, parts, k + 1] int64 become one, in ``packed`` or ``found``."""
+    """The parts [n, count, k + 1] int64 become one, in ``packed`` or ``found``."""
     n, count, k = parts.shape[0], parts.shape[1], parts.shape[2] - 1
     _join_kernel[(n,)](
         parts,

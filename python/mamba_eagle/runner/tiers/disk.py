@@ -36,7 +36,7 @@ OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # named after a fingerprint
 
 
 def record_of(label: bytes, rows: np.ndarray) -> Record:
-    """Of units [n, unit bytes], with the label that the scheduler has made."""
+    """The record of units [n, unit bytes], with the label that the scheduler has made."""
     sums = b"".join(unit_sum(row.data) for row in rows)
     return Record(msgspec.msgpack.decode(label, type=Label), sums)
 
