@@ -88,7 +88,7 @@ class MasksWhileVerifying(MasksOnDemand):
             for walk, node in asked:
                 began = time.perf_counter()
                 # A few masks take ten times as long as most. The device may wait for the end of
-                # one, but would wait for all of it if a mask that is needed were not made.
+                # one; for one that is needed and was not made it would wait from its beginning.
                 if len(rows) == size or not verifying.lasts(began + self._usual):
                     break
                 mask = walk.mask_of(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -333,7 +333,9 @@ def test_groups_that_were_rounded_before(act: str) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("tokens", [513, 4100] if GPU else [70])
-def test_kernels_of_prompts_give_what_tiles_give(tokens: int) -> None:
+def test_kernels_of_prompts_give_what_tiles_give(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
     """In whole blocks; one expert has no tokens."""
     up, down = normal(EXPERTS + 1, 512, 384, seed=1), normal(EXPERTS + 1, 384, 256, seed=2)
     given = [as_float8(weight * 0.1, "blocks") for weight in (up, down)]
@@ -342,8 +344,17 @@ def test_kernels_of_prompts_give_what_tiles_give(tokens: int) -> None:
     assert layer.prompts
     _, routes = inputs(tokens)
     x = normal(tokens, 384, seed=7)
-    place = sort_pairs(routes.experts, layer.count)
-    found = prompts.gated_experts(x, layer.up, layer.down, place)
+    calls, gated_experts = [], prompts.gated_experts
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return gated_experts(*args)
+
+    monkeypatch.setattr(prompts, "gated_experts", counted)
+    if not GPU:
+        monkeypatch.setattr(prompts, "SIZES", (tokens, 4097))
+    found = layer._each(x, Pairs(routes, None, 0))
+    assert len(calls) == 1
     layer.prompts, layer.max_rounded_as_read = False, 0
     wanted = layer._each(x, Pairs(routes, None, 0))
     if GPU:
