@@ -38,6 +38,87 @@ def head_size(scope: Scope) -> int:
     return fields + len(scope["raw_path"]) + len(scope["query_string"])
 
 
+class BoundedHeads(HttpToolsProtocol):
+    """Bounds a head, trailers, and the pieces of a body, of which httptools keeps whatever comes.
+    Lets every request know that its client has left: of pipelined ones uvicorn lets the last one
+    know. And goes on in HTTP/1.1 where a client offers another protocol, as Java's does with its
+    first request: httptools takes the body for that protocol's, and uvicorn drops it."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._got_further = False
+        self._without_progress = 0  # bytes
+        self._open: list[Any] = []  # uvicorn's cycles: one per request
+        self._pieces_left = 0.0  # of the body that is coming in
+        self.shredded: Any = None  # the latest cycle whose body came in too many pieces
+
+    def data_received(self, data: bytes) -> None:
+        self._got_further = False
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        self._without_progress = 0 if self._got_further else self._without_progress + len(data)
+        if self._without_progress > MAX_HEAD and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(REFUSAL)
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _parse(self, data: bytes) -> None:
+        """Raises: httptools.HttpParserError"""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("a server is not a proxy")
+            kept = [b"%s: %s\r\n" % one for one in self.headers if one[0] != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            line = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(b"".join((line, *kept, b"\r\n")))
+
+    # ── what the parser tells ────────────────────────────────────────────────────────────────
+
+    def on_message_begin(self) -> None:
+        self._got_further = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._got_further = True
+        if self.parser.should_upgrade():
+            return  # the head is parsed once more without the offer
+        super().on_headers_complete()
+        self._open = [*(one for one in self._open if not one.response_complete), self.cycle]
+        self._pieces_left = MAX_BODY_PIECES
+
+    def on_body(self, body: bytes) -> None:
+        """Of a piece: a chunk of the client's, or what was received at a time."""
+        self._got_further = True
+        self._pieces_left += len(body) / MIN_BODY_PIECE - 1
+        if self._pieces_left >= 0:
+            super().on_body(body)
+        else:
+            self.shredded = self.cycle
+            self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._got_further = True
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+
 log = logging.getLogger("mamba_eagle.server")
 
 # Seconds in which a connection above the limit must send its headers. Others wait for its place.
@@ -120,14 +201,8 @@ class RareWarning:
             log.warning(message)
 
 
-class Connection(HttpToolsProtocol):
-    """One client's connection.
-
-    Bounds a head, trailers, and the pieces of a body, which httptools keeps without limit. Lets
-    every request know that its client has left: of pipelined ones uvicorn tells only the last. And
-    goes on in HTTP/1.1 where a client offers another protocol, as Java's does with its first
-    request: httptools takes the body for that protocol's, and uvicorn drops it.
-    """
+class Connection(BoundedHeads):
+    """One client's connection."""
 
     def __init__(self, limits: Limits, warn_full: RareWarning, **keywords: Any) -> None:
         """keywords: uvicorn's."""
@@ -136,11 +211,6 @@ class Connection(HttpToolsProtocol):
         config: uvicorn.Config = keywords["config"]
         self._application: ASGIApp = config.loaded_app
         self.app = self._serve
-        self._got_further = False
-        self._without_progress = 0  # bytes
-        self._open: list[Any] = []  # uvicorn's cycles: one per request
-        self._pieces_left = 0.0  # of the body that is coming in
-        self.shredded: Any = None  # the latest cycle whose body came in too many pieces
         self._is_spare = False
         self._requests = 0  # being served; more than one if the client pipelines
         self._header_timer: asyncio.TimerHandle | None = None
@@ -168,18 +238,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._requests and self._header_timer is None:
             self._expect_headers()
-        self._got_further = False
-        self._unset_keepalive_if_required()
-        try:
-            self._parse(data)
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
-            return
-        self._without_progress = 0 if self._got_further else self._without_progress + len(data)
-        if self._without_progress > MAX_HEAD and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(REFUSAL)
-            self.transport.close()
+        super().data_received(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,58 +253,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for cycle in self._open:
-            cycle.disconnected = True
-            cycle.message_event.set()
         for timer in (self._header_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-
-    # ── what the parser tells ────────────────────────────────────────────────────────────────
-
-    def on_message_begin(self) -> None:
-        self._got_further = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._got_further = True
-        if self.parser.should_upgrade():
-            return  # the head is parsed once more without the offer
-        super().on_headers_complete()
-        self._open = [*(one for one in self._open if not one.response_complete), self.cycle]
-        self._pieces_left = MAX_BODY_PIECES
-
-    def on_body(self, body: bytes) -> None:
-        """For each piece: a chunk of the client's, or what was received at a time."""
-        self._got_further = True
-        self._pieces_left += len(body) / MIN_BODY_PIECE - 1
-        if self._pieces_left >= 0:
-            super().on_body(body)
-        else:
-            self.shredded = self.cycle
-            self.cycle.message_event.set()
-
-    def on_message_complete(self) -> None:
-        self._got_further = True
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
-    def _parse(self, data: bytes) -> None:
-        """Raises: httptools.HttpParserError"""
-        rest = memoryview(data)
-        while rest:
-            try:
-                self.parser.feed_data(rest)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                rest = rest[upgrade.args[0] :]
-            if self.parser.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("a server is not a proxy")
-            kept = [b"%s: %s\r\n" % one for one in self.headers if one[0] != b"upgrade"]
-            version = self.parser.get_http_version().encode()
-            line = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(b"".join((line, *kept, b"\r\n")))
 
     # ── time-outs ────────────────────────────────────────────────────────────────────────────
 
