@@ -16,16 +16,12 @@ from mamba_eagle.constrain.vocabulary import NoVocabulary, own_words
 from mamba_eagle.core import SamplingParams
 
 
-class RequestGrammar:
-    """What the grammar of a request allows behind its output, and behind drafted tokens.
+class Standing:
+    """Follows the output of a request, and drafted tokens behind it.
 
     One matcher is moved between the places that are asked about. It stays where it was last, which
     is mostly where the request goes on: then nothing is taken in twice. Masks of drafted tokens are
     computed by copies of it (``Branch``).
-
-    The end: behind the last token that a grammar can take, only the model's end tokens are left.
-    Before that an end token is one choice among others wherever the text may end. ``ignore_eos``
-    and ``min_new_tokens`` take that choice away as long as there is another.
 
     A grammar that fails has a ``problem``: its request cannot go on, and no other is touched.
     """
@@ -33,21 +29,14 @@ class RequestGrammar:
     def __init__(
         self,
         base: Future[LLMatcher] | None,
-        params: SamplingParams,
-        eos: Sequence[int],
-        words: int,
+        rules: TokenRules | None,
+        stops: frozenset[int],
         spoiled: Callable[[], None],
     ) -> None:
         """base: a matcher at the start of the grammar, which is copied when it is there; None: the
-        request has rules of tokens alone. words: of a mask. spoiled: called when the grammar
-        fails."""
-        self._base, self._spoiled = base, spoiled
-        self._rules = TokenRules(params, words) if params.has_token_rules else None
-        self._stops = params.stop_tokens(tuple(eos))  # tokens that end the request
-        self._words = words
-        self._min_new_tokens = params.min_new_tokens
-        self._not_early = bits(self._stops, words) if params.min_new_tokens else None
-        self._never = bits(eos, words) if params.ignore_eos and params.grammar else None
+        request has rules of tokens alone. stops: tokens that end the request. spoiled: called when
+        the grammar fails."""
+        self._base, self._rules, self._stops, self._spoiled = base, rules, stops, spoiled
         self.output: list[int] = []  # tokens taken in
         self.root = Place(None, -1, 0)  # behind the output
         self._here = self.root  # where the matcher stands
@@ -155,6 +144,31 @@ class RequestGrammar:
         matcher = self._start()
         self._take_in(matcher, [*self.output, *self._here.way()])
         self.__dict__["_matcher"] = matcher
+
+
+class RequestGrammar(Standing):
+    """What the grammar of a request allows behind its output, and behind drafted tokens.
+
+    The end: behind the last token that a grammar can take, only the model's end tokens are left.
+    Before that an end token is one choice among others wherever the text may end. ``ignore_eos``
+    and ``min_new_tokens`` take that choice away as long as there is another.
+    """
+
+    def __init__(
+        self,
+        base: Future[LLMatcher] | None,
+        params: SamplingParams,
+        eos: Sequence[int],
+        words: int,
+        spoiled: Callable[[], None],
+    ) -> None:
+        """words: of a mask. Others: as of ``Standing``."""
+        rules = TokenRules(params, words) if params.has_token_rules else None
+        super().__init__(base, rules, frozenset(params.stop_tokens(tuple(eos))), spoiled)
+        self._words = words
+        self._min_new_tokens = params.min_new_tokens
+        self._not_early = bits(self._stops, words) if params.min_new_tokens else None
+        self._never = bits(eos, words) if params.ignore_eos and params.grammar else None
 
     # ── what may follow a place ──
 
