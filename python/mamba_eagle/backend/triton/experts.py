@@ -140,10 +140,10 @@ class FusedExperts(ExpertLayer):
         self.float8 = up.rounding is not None or down.rounding is not None
         self.library = dtype == torch.bfloat16 and not self.float8 and not exact
         few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
-        self.prompts = False  # whether those of many tokens have kernels of their own
         if up.block:
             tiles = TILES_BLOCKS
-            self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and prompts.fits(up, down)
+        # whether many tokens have kernels of their own
+        self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and prompts.fits(up, down)
         self.forms = tiles if exact else [few, *tiles]
         self.max_shared = 0 if exact else MAX_SHARED
         self.max_rounded_as_read = 0 if exact else MAX_ROUNDED_AS_READ  # by other bits

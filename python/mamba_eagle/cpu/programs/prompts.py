@@ -65,13 +65,8 @@ class PromptBuilder(Builder):
         c, own = mixer.config, abi.PromptRecurrence()
         first = self.call(spans.ENTER_TOKENS, own, work_per_row=entering_ns(c))
         describe_states(first, mixer, self.states)
-        for name, per_row in (
-            ("convolved", c.conv_dim * 4),
-            ("steps", c.gate_size * 4),
-            ("decay", c.num_heads * 4),
-            ("y", c.inner_size * 4),
-        ):
-            self.scratch.want(name, per_row)
+        for name, columns_made in made_of(c).items():
+            self.scratch.want(name, columns_made * 4)
         columns.describe(first)
         first.lies(convolved="convolved", steps="steps", decay="decay", out="y")
         # it overwrites what the convolution has read
@@ -80,6 +75,16 @@ class PromptBuilder(Builder):
             spans.SCAN_HEADS, own,
             units_per_row=0, units_per_request=c.num_heads, work_per_row=scanning_ns(c),
         )  # fmt: skip
+
+
+def made_of(c: RecurrenceConfig) -> dict[str, int]:
+    """What is made of a token, by name: how many float32 numbers."""
+    return {
+        "convolved": c.conv_dim,
+        "steps": c.gate_size,
+        "decay": c.num_heads,
+        "y": c.inner_size,
+    }
 
 
 def entering_ns(c: RecurrenceConfig) -> int:
@@ -118,9 +123,8 @@ def recur_alone(
     own = abi.PromptRecurrence(frame=frame.address, columns=c.conv_dim, raw_columns=c.gate_size)
     call = Call(spans.ENTER_TOKENS, own)
     describe_states(call, mixer, states)
-    sizes = {"convolved": c.conv_dim, "steps": c.gate_size, "decay": c.num_heads}
-    made = {name: torch.empty(n, size) for name, size in sizes.items()}
-    y = torch.empty(n, c.inner_size)
+    made = {name: torch.empty(n, size) for name, size in made_of(c).items()}
+    y = made.pop("y")
     own.point(projected=xbc, raw=raw, out=y, **made)
     spans.ENTER_TOKENS(n, n * entering_ns(c), own)
     spans.SAVE_HISTORIES(requests, 0, own)  # overwrites what the convolution has read

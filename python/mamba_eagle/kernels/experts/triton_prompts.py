@@ -6,15 +6,13 @@ Outputs of the first product stand in the order of experts. Its programs have th
 the second one's inputs, so they round what they make.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.kernels.experts.triton import BLOCK, GROUPED, Stack
+from mamba_eagle.kernels.experts.triton import BLOCK, GROUPED, Config, Stack
 from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.float8.triton import (
@@ -29,14 +27,6 @@ from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
 SIZES = (513, 4097)  # numbers of tokens from which these kernels, and larger tiles, are faster
-
-
-class Tiles(NamedTuple):
-    """How a product is divided; the result does not depend on it."""
-
-    tokens: int  # pairs of a program: a power of two, at least 64
-    warps: int
-    stages: int  # iterations in flight
 
 
 @Staged
@@ -131,20 +121,21 @@ def gated_experts(x: Tensor, up: Stack, down: Stack, place: Sorted) -> Tensor:
     pairs, width = len(place.order), down.weight.shape[2]
     top_k = pairs // len(x)
     made = empty_rounded(pairs, width, down.rounding, x.device)
-    tiles = Tiles(128, 8, 3) if len(x) >= SIZES[1] else Tiles(64, 4, 4)
-    _launch(rounded(x, up.rounding), up, place, top_k, made, tiles)
+    wide = len(x) >= SIZES[1]
+    config = Config(BLOCK, 128, BLOCK, 8, 3) if wide else Config(BLOCK, 64, BLOCK, 4, 4)
+    _launch(rounded(x, up.rounding), up, place, top_k, made, config)
     y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    _launch(made, down, place, top_k, y, Tiles(64, 4, 3))
+    _launch(made, down, place, top_k, y, Config(BLOCK, 64, BLOCK, 4, 3))
     return y
 
 
 def _launch(
-    x: Rounded, stack: Stack, place: Sorted, top_k: int, y: Tensor | Rounded, tiles: Tiles
+    x: Rounded, stack: Stack, place: Sorted, top_k: int, y: Tensor | Rounded, config: Config
 ) -> None:
     (count, _, size), gated = stack.weight.shape, isinstance(y, Rounded)
     out, own = (y.values, y) if gated else (y, x)
     pairs, width = out.shape
-    _prompt_kernel[(width // BLOCK, cdiv(pairs, tiles.tokens) + count)](
+    _prompt_kernel[(width // BLOCK, cdiv(pairs, config.tokens) + count)](
         x.values,
         x.scale,
         TensorDescriptor.from_tensor(stack.weight.view(-1, size), [BLOCK, BLOCK]),
@@ -162,8 +153,8 @@ def _launch(
         PADDED=next_power_of_2(count),
         GATED=gated,
         BLOCK=BLOCK,
-        TOKENS=tiles.tokens,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
+        TOKENS=config.tokens,
+        STAGES=config.stages,
+        num_warps=config.warps,
         **overlapping(out.device),
     )
