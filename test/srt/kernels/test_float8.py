@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -275,14 +276,14 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
 
     device = device_of(form)
     block = BLOCK if PRODUCTS[case].weight == "block" else None
-    tiles = [triton_prompts.choose_tiles(n, block is not None) for n in triton_prompts.SIZES]
-    configs = [  # of weights of which each program has a multiprocessor of its own, and of others
-        triton.choose_config(n, rows, block is not None)
-        for n in (5, 64)
-        for rows in (113, 5120, 20000)
-    ]
+    rows = (113, 5120, 20000)  # whose programs have a multiprocessor of their own, or have not
+    shapes = product(triton_prompts.SIZES, rows)
+    tiles = [triton_prompts.choose_tiles(*shape, block is not None) for shape in shapes]
+    shapes = product((5, 64), rows)
+    configs = [triton.choose_config(*shape, block is not None) for shape in shapes]
     if not GPU:
-        tiles, configs = [triton_prompts.Tiles(32, 16, 4, 2)], [triton.Config(32, 16, 4, 2)]
+        tiles = [triton_prompts.Tiles(32, 16, 4, 2), triton_prompts.Tiles(32, 16, 4, 2, 2)]
+        configs = [triton.Config(32, 16, 4, 2)]
     sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 176}
     x, weight, scale, bias = draw(PRODUCTS[case]._replace(**sizes))
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))

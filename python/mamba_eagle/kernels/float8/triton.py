@@ -246,7 +246,7 @@ def _block_sums(w, t, TOKENS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _scales(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
+def scales_of(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
     """Scales of BLOCKS sums: the weight's from ``block`` on (beyond the end the last one again) and
     those of the inputs' groups, [tokens] each; group_stride None: inputs have no groups."""
     found = ()
@@ -257,6 +257,23 @@ def _scales(scales, own, group_stride, block, blocks_in, BLOCKS: tl.constexpr):
         else:
             found += ((tl.load(scales + at), tl.load(own + at * group_stride)),)
     return found
+
+
+@triton.jit
+def with_blocks(
+    acc, read, scales, GROUPED: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """acc plus the products of blocks of columns, in order. All are begun before one is waited for.
+    read: rows' and tokens' numbers of each block; scales: as ``scales_of``."""
+    sums = ()
+    for i in tl.static_range(BLOCKS):
+        sums += (_block_sums(read[i][0], read[i][1], TOKENS_FIRST),)
+    for i in tl.static_range(BLOCKS):
+        factor = scales[i][0]
+        if GROUPED:
+            factor *= tl.expand_dims(scales[i][1], 1 if TOKENS_FIRST else 0)
+        acc += sums[i] * factor
+    return acc
 
 
 @Staged
@@ -299,21 +316,14 @@ def _block_kernel(
     own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
     group_stride = x_group_stride if GROUPED else None
     previous_done(OVERLAP)
-    given = _scales(scales, own, group_stride, 0, blocks_in, BLOCKS)
+    given = scales_of(scales, own, group_stride, 0, blocks_in, BLOCKS)
     for at in tl.range(0, columns, BLOCKS * PRECISE, num_stages=STAGES):
         read = ()
         for i in tl.static_range(BLOCKS):
             read += (_tiles(rows, tokens, is_row, is_token, at + i * PRECISE, columns),)
         following = at // PRECISE + BLOCKS
-        later = _scales(scales, own, group_stride, following, blocks_in, BLOCKS)
-        sums = ()
-        for i in tl.static_range(BLOCKS):
-            sums += (_block_sums(read[i][0], read[i][1], TOKENS_FIRST),)
-        for i in tl.static_range(BLOCKS):
-            factor = given[i][0]
-            if GROUPED:
-                factor *= tl.expand_dims(given[i][1], 1 if TOKENS_FIRST else 0)
-            acc += sums[i] * factor
+        later = scales_of(scales, own, group_stride, following, blocks_in, BLOCKS)
+        acc = with_blocks(acc, read, given, GROUPED, TOKENS_FIRST, BLOCKS)
         given = later
     if TOKENS_FIRST:
         acc = tl.trans(acc)

@@ -17,8 +17,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.float8.torch import Rounded
-from mamba_eagle.kernels.float8.triton import PRECISE, product_of_tiles, with_scales
-from mamba_eagle.kernels.gpu import cdiv, overlapping
+from mamba_eagle.kernels.float8.triton import (
+    PRECISE,
+    product_of_tiles,
+    scales_of,
+    with_blocks,
+    with_scales,
+)
+from mamba_eagle.kernels.gpu import PROCESSORS, cdiv, overlapping
 from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import previous_done
 
@@ -30,18 +36,21 @@ class Tiles(NamedTuple):
     tokens: int  # in each tile of a program: a power of two, at least 16
     warps: int
     stages: int  # iterations in flight
+    blocks: int = 1  # of columns per iteration, with scales of blocks
 
 
 SIZES = (65, 257, 4097)  # numbers of tokens that between them need every kernel
 GROUP = tl.constexpr(8)  # programs side by side along the tokens
 
 
-def choose_tiles(n: int, blocks: bool) -> Tiles:
+def choose_tiles(n: int, rows: int, blocks: bool) -> Tiles:
     """For Hopper, of five forms that which takes least for the products of a dense 9B; with scales
-    of ``blocks`` of twenty, for those of Qwen3.6-27B. Alone the second is faster at 8,192 tokens,
+    of ``blocks`` of 56, for those of Qwen3.6-27B. Alone the second is faster at 8,192 tokens,
     too, but a whole pass is bound by power: 123 ms, here 119."""
     if blocks:
-        return Tiles(128, 128, 8, 4) if n > 256 else Tiles(64, 128, 4, 3)
+        if n > 256:
+            return Tiles(128, 128, 8, 3, 2)
+        return Tiles(64, 128, 4, 3 if rows > PROCESSORS * 128 else 4)
     if n > 4096:
         return Tiles(128, 128, 8, 4)
     return Tiles(128, 64, 8, 3) if n > 256 else Tiles(64, 64, 4, 4)
@@ -121,6 +130,7 @@ def _block_prompt_kernel(
     GROUPED: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of columns, an iteration
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -130,23 +140,20 @@ def _block_prompt_kernel(
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
     scales = scale + first_row // BLOCK_OUT * blocks_in
     own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
+    group_stride = x_group_stride if GROUPED else None
     previous_done(OVERLAP)
-    s, o = tl.load(scales), tl.load(own)
-    for at in tl.range(0, columns, PRECISE, num_stages=STAGES):
-        w = weight.load([first_row, at])  # zeros outside
-        t = x.load([first, at])
-        block = tl.minimum(at // PRECISE + 1, blocks_in - 1)  # whose scales are loaded for
-        next_s = tl.load(scales + block)
-        part = product_of_tiles(t, w, tl.zeros([TOKENS, ROWS], tl.float32))
-        if GROUPED:
-            next_o = tl.load(own + block * x_group_stride)
-            acc += part * (o * s)[:, None]
-            o = next_o
-        else:
-            acc += part * s
-        s = next_s
+    given = scales_of(scales, own, group_stride, 0, blocks_in, BLOCKS)
+    for at in tl.range(0, columns, BLOCKS * PRECISE, num_stages=STAGES):
+        read = ()
+        for i in tl.static_range(BLOCKS):  # zeros outside
+            column = at + i * PRECISE
+            read += ((weight.load([first_row, column]), x.load([first, column])),)
+        following = at // PRECISE + BLOCKS
+        later = scales_of(scales, own, group_stride, following, blocks_in, BLOCKS)
+        acc = with_blocks(acc, read, given, GROUPED, True, BLOCKS)
+        given = later
     if not GROUPED:
-        acc *= o[:, None]
+        acc *= tl.load(own)[:, None]
     if bias is not None:
         acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
     at = token.to(tl.int64)[:, None] * out + row[None, :]
@@ -164,7 +171,7 @@ def product(
 ) -> Tensor:
     """As triton.py's; ``in`` is a multiple of 16."""
     n, (out, columns) = x.values.shape[0], weight.shape
-    tiles = tiles or choose_tiles(n, block is not None)
+    tiles = tiles or choose_tiles(n, out, block is not None)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     operands = (
         TensorDescriptor.from_tensor(x.values, [tiles.tokens, PRECISE.value]),
@@ -177,6 +184,7 @@ def product(
     tall, x_stride = cdiv(out, tiles.rows), int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
+        blocks |= {"BLOCKS": tiles.blocks}
         strides = x.scale.stride() if x.group else (x_stride, 0)
         grid = (tall * cdiv(n, tiles.tokens),)
         _block_prompt_kernel[grid](*operands, scale.shape[1], *strides, **blocks, **shape)
