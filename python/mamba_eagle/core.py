@@ -62,6 +62,16 @@ _MARKS = (*range(0x2066, 0x206A), *range(0xD800, 0xE000), 0xFEFF)
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_MARKS)}
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it, as it cannot halves of surrogate pairs: JSON can write them, and
+    Python reads bytes that the locale's encoding does not have as such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────
 
 

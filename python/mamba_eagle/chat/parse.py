@@ -19,6 +19,7 @@ from typing import Any
 from mamba_eagle.chat.family import CALLS, CONTENT, REASONING, CallForm, Family
 from mamba_eagle.chat.live_calls import CallPiece, JsonCalls, LiveCalls, TagCalls, ToolCall
 from mamba_eagle.chat.schema import tool_properties
+from mamba_eagle.core import is_unicode
 
 log = logging.getLogger("mamba_eagle.chat")
 
@@ -305,18 +306,10 @@ def _read_call(value: Any) -> ToolCall | None:
         if isinstance(arguments, str):  # some write an object as a string
             arguments = json.loads(arguments)
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        if not _is_unicode(text):  # half of a surrogate pair can only be sent escaped
+        if not is_unicode(text):  # half of a surrogate pair can only be sent escaped
             text = json.dumps(arguments)
     except (ValueError, RecursionError):
         return None
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return None
-    return ToolCall(name.strip(), text) if _is_unicode(name) else None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return ToolCall(name.strip(), text) if is_unicode(name) else None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar
 
+from mamba_eagle.core import is_unicode
+
 
 class ConfigError(ValueError):
     """Settings that cannot work; ``problems`` lists every one with its remedy."""
@@ -64,7 +66,17 @@ class Settings:
 
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
+        odd: dict[str, str] = {}  # a text -> the first flag that has it: others are made from it
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            for text in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(text, str) and not is_unicode(text):
+                    odd.setdefault(text, flag_of(spec.name))
         return [
+            f"{flag} {text!r}: must be UTF-8, and so must be the locale if there are other letters "
+            "than those of ASCII (LC_ALL=C.UTF-8)"
+            for text, flag in odd.items()
+        ] + [
             f"{flag_of(spec.name)} {value}: must be {minimum} or more"
             + (", or auto" if spec.default is None else "")
             for spec in dataclasses.fields(self)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,12 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         ("mamba_checkpoint_interval", -1, "--mamba-checkpoint-interval -1: must be 0 or more"),
         ("mem_fraction_static", 0.0, "--mem-fraction-static 0.0: must be above 0 and at most 1"),
         ("mem_fraction_static", 1.1, "--mem-fraction-static 1.1: must be above 0 and at most 1"),
+        (
+            "model_path",
+            "/m\udcff",
+            "--model-path '/m\\udcff': must be UTF-8, and so must be the locale if there are other "
+            "letters than those of ASCII (LC_ALL=C.UTF-8)",
+        ),
         ("port", 0, "--port 0: must be between 1 and 65535"),
         ("port", 65536, "--port 65536: must be between 1 and 65535"),
         ("stream_interval", 0, "--stream-interval 0: must be 1 or more"),
@@ -112,6 +119,17 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
 def test_a_setting_that_cannot_work_is_named(name: str, value: object, problem: str) -> None:
     config = dataclasses.replace(ServerConfig(speculative_algorithm="NONE"), **{name: value})
     assert config.problems() == [problem]
+
+
+def test_a_text_that_is_not_utf8_is_named_once(tmp_path: Path) -> None:
+    """Of the model's path the tokenizer's and the served name are made; and keys are a tuple."""
+    folder = tmp_path / "m\udcff"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as refused:
+        resolve(ServerConfig(model_path=str(folder), api_key=("a", "k\udcff")))
+    flags = [problem.partition(" ")[0] for problem in refused.value.problems]
+    assert flags == ["--model-path", "--api-key"]
 
 
 def test_drafts_on_a_cpu_are_chains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:

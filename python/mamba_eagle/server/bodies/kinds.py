@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from mamba_eagle.core import Parameter, shown
+from mamba_eagle.core import Parameter, is_unicode, shown
 from mamba_eagle.limits import MAX_INTEGER
 from mamba_eagle.server.bodies import known
 from mamba_eagle.server.errors import RequestError
@@ -84,14 +84,8 @@ def as_number(value: Any) -> float | None:
 
 
 def as_text(value: Any) -> str | None:
-    if not isinstance(value, str):
-        return None
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair; tokenizers refuse it
-            return None
-    return value
+    # Tokenizers refuse half of a surrogate pair.
+    return value if isinstance(value, str) and (value.isascii() or is_unicode(value)) else None
 
 
 def all_of(values: Any, convert: Callable[[Any], T | None]) -> list[T] | None:

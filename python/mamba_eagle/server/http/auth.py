@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from mamba_eagle.config import ConfigError, ServerConfig
+from mamba_eagle.core import is_unicode
 from mamba_eagle.server.errors import RequestError
 
 KEY_VARIABLE = "MAMBA_EAGLE_API_KEY"
@@ -30,6 +31,8 @@ def api_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) 
     if KEY_VARIABLE in environment:
         if not environment[KEY_VARIABLE].strip():
             raise ConfigError([f"{KEY_VARIABLE} is set but empty: set a key, or unset it"])
+        if not is_unicode(environment[KEY_VARIABLE]):
+            raise ConfigError([f"{KEY_VARIABLE}: is not text in UTF-8"])
         keys.append(environment[KEY_VARIABLE].strip())
     if config.api_key_file:
         keys += _keys_in(config.api_key_file)

@@ -145,6 +145,8 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None) -
 def test_an_empty_key_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="set but empty"):
         api_keys(ServerConfig(), {KEY_VARIABLE: value})
+    with pytest.raises(ConfigError, match="UTF-8"):
+        api_keys(ServerConfig(), {KEY_VARIABLE: value + "\udcff"})
     for flag in ("--api-key", "--api-key-file"):
         with pytest.raises(SystemExit) as ended:
             main([flag, value])
