@@ -59,6 +59,7 @@ class ServerChild:
         self.client = httpx.AsyncClient(
             base_url=self.url,
             timeout=None,  # how long a request may take is for the server to decide
+            trust_env=False,  # a proxy of the environment is not meant for servers of this machine
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from server_harness import listening, run, says, serving, silent
 from starlette.requests import Request
 
+from mamba_eagle.cluster import replica
 from mamba_eagle.cluster.prompts import MAX_COMPARED, RENDERED, prompt_of, to_tokenize
 from mamba_eagle.cluster.replica import Forwarded, Head, end_to_end, forward
 from mamba_eagle.cluster.scores import CLOSE, IMBALANCE, Scores
@@ -33,6 +34,21 @@ def test_a_reply_passes_as_it_is() -> None:
             head, *pieces = [part async for part in forward(client, posted("/generate", text=1))]
             assert head.status == 400
             assert b"text = 1" in b"".join(pieces)
+
+    run(test())
+
+
+def test_a_replica_asks_its_server_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with serving(says("hello")) as server, listening(server.app) as client:
+            monkeypatch.setattr(replica, "free_port", lambda: client.base_url.port)
+            running = Mock(**{"poll.return_value": None})
+            monkeypatch.setattr(replica.subprocess, "Popen", lambda *_, **__: running)
+            for name in ("http_proxy", "all_proxy"):
+                monkeypatch.setenv(name, "http://127.0.0.1:1")
+            child = replica.ServerChild([])
+            await child.check_health()
+            await child.client.aclose()
 
     run(test())
 
