@@ -35,16 +35,17 @@ class Start(NamedTuple):
 
 
 def begin(role: str) -> Start:
-    """Reads the command line and sets up logging and signals. From here on SIGINT and SIGTERM are
-    ignored, and END_SIGNAL ends the process at once, until ``end_in_order`` is called."""
+    """Reads the command line and sets up logging and signals. From here on SIGINT, SIGTERM and
+    SIGHUP are ignored, and END_SIGNAL ends the process at once, until ``end_in_order`` is
+    called."""
     parser = argparse.ArgumentParser(description=f"The {role} process; the server starts it.")
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
     parser.add_argument("--rank", type=int, default=0, help="of several runners")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of who starts it")
     arguments = parser.parse_args()
-    # Both may be sent to the whole process group; the server process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Each may be sent to the whole process group; the server process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, _end_at_once)
     faulthandler.enable()

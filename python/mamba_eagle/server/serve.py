@@ -144,13 +144,16 @@ class HttpLaunch(Launch):
 
     async def run(self) -> Ending:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup makes it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._stop)
         try:
             return await super().run()
         finally:
             # Only tidying is left; an impatient second Ctrl-C must not end that in a traceback.
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
 

@@ -72,17 +72,17 @@ class OpenRequests:
         assert '"error"' in tail and word in tail and "[DONE]" in tail
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["sigterm", "ctrl-c"])
-def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
+def test_requested_stop_is_clean(start: Start, number: int) -> None:
     """The second signal does not wait for open requests."""
     server = start().wait_until_ready()
     requests = OpenRequests(server)
 
     def send() -> None:
-        if to_group:  # a terminal sends Ctrl-C to every process
-            os.killpg(server.process.pid, signal.SIGINT)
-        else:
-            server.process.send_signal(signal.SIGTERM)
+        if number == signal.SIGTERM:
+            server.process.send_signal(number)
+        else:  # a terminal sends Ctrl-C to every process, and SIGHUP when it is closed
+            os.killpg(server.process.pid, number)
 
     send()
     server.wait_for_output("Shutting down: waiting")

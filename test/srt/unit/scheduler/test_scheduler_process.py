@@ -160,7 +160,8 @@ def test_sleeps_when_there_is_nothing_to_do(rig):
 def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
     rig.until(lambda item: isinstance(item, Ready))
     rig.to_scheduler.send(Generate(rid="a", token_ids=[1, 2, 3], sampling=LONG))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server process decides what they mean
+    # The server process decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         rig.process.send_signal(number)
     rig.until(lambda item: getattr(item, "completion_tokens", 0) > 20)
     rig.process.send_signal(END_SIGNAL)
