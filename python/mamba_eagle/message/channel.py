@@ -15,6 +15,7 @@ import zmq
 
 from mamba_eagle import message
 from mamba_eagle.config import ConfigError
+from mamba_eagle.core import is_unicode
 from mamba_eagle.message.indices import from_wire, to_wire
 from mamba_eagle.message.link import read_link
 
@@ -54,7 +55,7 @@ def remove_socket_dir(path: str) -> None:
 def new_socket_dir() -> str:
     """A folder that names this process as its owner.
 
-    Raises: ConfigError when it cannot be made, or its path is too long for a socket.
+    Raises: ConfigError when it cannot be made, or its path cannot be a socket's.
     """
     try:
         remove_stale_dirs()
@@ -65,15 +66,15 @@ def new_socket_dir() -> str:
             [f"no folder for sockets can be made ({error}): set TMPDIR to one that can be written"]
         ) from None
     longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
-    if longest > MAX_ADDRESS:
-        remove_socket_dir(path)
-        raise ConfigError(
-            [
-                f"TMPDIR = {tempfile.gettempdir()!r}: sockets in it have paths of {longest} bytes, "
-                f"{MAX_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
-            ]
-        )
-    return path
+    if longest <= MAX_ADDRESS and is_unicode(path):
+        return path
+    remove_socket_dir(path)
+    why = f"sockets in it have paths of {longest} bytes, {MAX_ADDRESS} is the limit"
+    if longest <= MAX_ADDRESS:
+        why = "addresses of sockets are UTF-8, and it is not"
+    raise ConfigError(
+        [f"TMPDIR = {tempfile.gettempdir()!r}: {why}; set TMPDIR to a folder with another path"]
+    )
 
 
 def remove_stale_dirs() -> None:

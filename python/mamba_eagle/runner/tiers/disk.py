@@ -56,8 +56,8 @@ class DiskUnits:
 
         Raises: ConfigError."""
         self.count, self.unit_bytes = count, unit_bytes
-        folder = Path(cache_dir).expanduser() / fingerprint
         try:
+            folder = Path(cache_dir).expanduser() / fingerprint
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder.parent / "lock", os.O_CREAT | os.O_RDWR, 0o600)
             try:
@@ -77,7 +77,7 @@ class DiskUnits:
             self.sums = np.zeros((count, SUM_BYTES), dtype=np.uint8)
             self._compact_at = MIN_LOG
             self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such ~user
             raise ConfigError([f"--cache-dir {shown(cache_dir)}: {error}"]) from error
 
     @staticmethod

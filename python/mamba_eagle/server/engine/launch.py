@@ -174,7 +174,12 @@ class Launch(ABC):
     # ── start ────────────────────────────────────────────────────────────────────────────────
 
     def start_engine(self) -> None:
-        write_settings(self.socket_dir, own_engine_part(self.config))
+        try:
+            write_settings(self.socket_dir, own_engine_part(self.config))
+        except OSError as error:
+            where = f"in {self.socket_dir}: {error.strerror}"
+            self.end(Ending(1, f"cannot write {where}; make room, or set TMPDIR to another folder"))
+            return
         self.say(f"server process: pid {os.getpid()}")
         ranks = range(self.config.ranks_per_node)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):

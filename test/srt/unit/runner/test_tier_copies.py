@@ -273,6 +273,11 @@ def test_a_folder_serves_one_server(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_a_folder_of_no_user_is_named() -> None:
+    with pytest.raises(ConfigError, match='--cache-dir "~no-such-user/x": .*home directory'):
+        DiskUnits("~no-such-user/x", "0" * 32, 1, 1)
+
+
 def test_an_emptied_disk_is_empty_after_a_restart(tmp_path: Path) -> None:
     disk = disk_in(tmp_path)
     write(disk, [1, 2, 3], rows_of(1))

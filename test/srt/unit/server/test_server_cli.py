@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from mamba_eagle import cli
-from mamba_eagle.config import ConfigError
+from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.message.channel import PID_FILE, new_socket_dir, remove_stale_dirs
+from mamba_eagle.server.engine.launch import Ending
+from mamba_eagle.server.serve import HttpLaunch
 
 
 def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,3 +75,29 @@ def test_without_a_temporary_folder_the_remedy_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     with pytest.raises(ConfigError, match="set TMPDIR to one that can be written"):
         new_socket_dir()
+
+
+@pytest.mark.parametrize(("name", "problem"), [("x" * 100, "107 is the"), ("\udcff", "UTF-8")])
+def test_a_temporary_folder_that_sockets_cannot_be_in_is_named(
+    name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ConfigError, match=f"TMPDIR = .*{problem}"):
+        new_socket_dir()
+    assert list(folder.iterdir()) == []
+
+
+def test_settings_that_cannot_be_written_end_the_start() -> None:
+    async def test() -> Ending:
+        launch = HttpLaunch(ServerConfig(), socket.socket(), "/no/such/folder", ServerConfig())
+        launch.ending = asyncio.get_running_loop().create_future()
+        launch.nodes = launch._make_nodes()
+        launch.start_engine()
+        assert launch.children == []
+        return launch.ending.result()
+
+    ending = asyncio.run(test())
+    assert ending.code == 1 and "/no/such/folder: No such file" in ending.message
+    assert "TMPDIR" in ending.message
