@@ -5,12 +5,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
 import httpx
+
+from mamba_eagle.message.lifetime import module_command
 
 # Of one connection only (RFC 9110 section 7.6.1), or what the next hop computes anew.
 HOP_HEADERS = frozenset(
@@ -52,7 +53,7 @@ class ServerChild:
     def __init__(self, flags: Sequence[str], host: str = "127.0.0.1") -> None:
         port = free_port()
         self.url = f"http://{host}:{port}"
-        command = [sys.executable, "-m", "mamba_eagle.cluster.guarded_server", str(os.getpid())]
+        command = [*module_command("mamba_eagle.cluster.guarded_server"), str(os.getpid())]
         # The last of two equal flags counts.
         command += [*flags, "--host", host, "--port", str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

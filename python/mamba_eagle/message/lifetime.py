@@ -23,6 +23,7 @@ END_SIGNAL = signal.SIGUSR1
 REFUSED = 2  # exit code after settings that cannot work, which it has named
 STACKS_SIGNAL = signal.SIGUSR2  # writes the Python stacks of all threads to standard error
 
+PACKAGE = Path(__file__).parents[1]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -54,6 +55,14 @@ def begin(role: str) -> Start:
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
     logs.set_up(config.log_level, config.log_format, role_name(role, arguments.rank))
     return Start(config, arguments.socket_dir, arguments.rank)
+
+
+def module_command(module: str) -> list[str]:
+    """The command of a process that runs a module of this package. The folder that it is started
+    in may have a random.py: modules are looked for there only if the package lies there."""
+    is_here = os.path.exists(PACKAGE.name) and os.path.samefile(PACKAGE.name, PACKAGE)
+    elsewhere = ["-P"] if sys.version_info >= (3, 11) and not is_here else []
+    return [sys.executable, *elsewhere, "-m", module]
 
 
 def role_name(role: str, rank: int) -> str:

@@ -20,6 +20,7 @@ import zmq
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, ToRunner
 from mamba_eagle.message.channel import Sender, make_socket_dir, remove_socket_dir
+from mamba_eagle.message.lifetime import module_command
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.start import start_rank
@@ -58,7 +59,7 @@ class LeadingRunner:
     def _start(self, config: EngineConfig, rank: int) -> None:
         file = Path(self.folder, "config.json")
         file.write_text(json.dumps(dataclasses.asdict(config)))
-        command = [sys.executable, "-m", "mamba_eagle.runner.process", "--rank", str(rank)]
+        command = [*module_command("mamba_eagle.runner.process"), "--rank", str(rank)]
         command += ["--socket-dir", self.folder, "--config-file", str(file)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.others.append(process)

@@ -39,7 +39,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.message.lifetime import die_with_parent
+from mamba_eagle.message.lifetime import die_with_parent, module_command
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -208,7 +208,7 @@ class Builders:
 
     def __init__(self, processes: int | None = None) -> None:
         count = processes or min(MAX_BUILDERS, max(1, (os.cpu_count() or 1) - 1))
-        command = [sys.executable, "-m", BUILDER]
+        command = module_command(BUILDER)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.processes = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
 

@@ -8,7 +8,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -29,9 +28,10 @@ from mamba_eagle.constrain.trials import (
 )
 from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary
 from mamba_eagle.limits import MAX_GRAMMAR_SECONDS, MAX_GRAMMAR_WAIT
+from mamba_eagle.message.lifetime import module_command
 from mamba_eagle.server.errors import RequestError
 
-COMMAND = [sys.executable, "-m", "mamba_eagle.constrain.trials"]
+COMMAND = module_command("mamba_eagle.constrain.trials")
 # It computes in one thread, and libraries' threads would cost memory.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

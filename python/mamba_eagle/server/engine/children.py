@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from mamba_eagle import logs
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Heartbeat
 from mamba_eagle.message.channel import remove_stale_dirs
-from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL, role_name
+from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL, module_command, role_name
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 
 SETTINGS = "config.json"  # in the folder of the sockets
@@ -114,7 +113,7 @@ def write_settings(socket_dir: str, config: EngineConfig) -> None:
 
 def engine_child(kind: str, rank: int, socket_dir: str, on_end: Callable[[Child], None]) -> Child:
     """A scheduler or a runner. Raises: OSError"""
-    command = [sys.executable, "-m", f"mamba_eagle.{kind}.process", "--socket-dir", socket_dir]
+    command = [*module_command(f"mamba_eagle.{kind}.process"), "--socket-dir", socket_dir]
     command += ["--config-file", str(Path(socket_dir, SETTINGS)), "--rank", str(rank)]
     command += ["--parent", str(os.getpid())]
     return Child(role_name(kind, rank), command, on_end, RANK_ENVIRONMENT)
