@@ -2,7 +2,6 @@
 # ARGS are passed on:  make serve ARGS="--port 31000 --speculative-algorithm NONE"
 # PYTHON picks the interpreter that makes .venv:  make serve PYTHON=/opt/python3.12/bin/python
 
-SHELL := /bin/bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
@@ -83,16 +82,18 @@ clean:
 
 # The first interpreter that is new enough and can make an environment (Debian keeps ensurepip in
 # python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.
+PYTHONS = $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.10 python3)
+
 $(BIN)/python:
 	@set -e; \
 	check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))'; \
-	for python in $(or $(PYTHON),python3.11 python3.12 python3.10 python3); do \
+	for python in $(PYTHONS); do \
 		if "$$python" -c "$$check" >/dev/null 2>&1; then \
-			echo "making $(VENV) with $$($$python --version)"; \
+			echo "making $(VENV) with $$("$$python" --version)"; \
 			exec "$$python" -m venv $(VENV); \
 		fi; \
 	done; \
-	echo "No usable Python among: $(or $(PYTHON),python3.11 python3.12 python3.10 python3)." >&2; \
+	echo "No usable Python among: $(PYTHONS)." >&2; \
 	echo "It must be 3.10 or newer and have venv; on Debian and Ubuntu:" >&2; \
 	echo "  apt-get install python3-venv" >&2; \
 	echo "or name another one: make PYTHON=/path/to/python" >&2; \
