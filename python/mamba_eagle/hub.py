@@ -142,5 +142,5 @@ def complete(folder: Path, weights: bool) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    names = set(json.loads(index.read_text())["weight_map"].values())
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
     return all((folder / name).is_file() for name in names)

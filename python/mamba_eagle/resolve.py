@@ -120,7 +120,7 @@ def head_problems(config: DraftSettings) -> list[str]:
 def head_in(folder: str | Path) -> str | None:
     """The algorithm that a folder's head is for; None for a model or an unreadable folder."""
     try:
-        values = json.loads((Path(folder) / "config.json").read_text())
+        values = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
     return head_algorithm(values) if isinstance(values, dict) else None

@@ -170,7 +170,7 @@ def read_tokenizer(folder: str) -> str:
     path = Path(folder, "tokenizer.json")
     if path.exists():
         try:
-            return _with_added(path.read_text(), path.with_name("tokenizer_config.json"))
+            return _with_added(path.read_bytes(), path.with_name("tokenizer_config.json"))
         except (OSError, ValueError) as error:
             raise NoVocabulary(f"{path} cannot be read: {error}") from None
     # Imported here: it takes a second, and only few models lack the file.
@@ -183,11 +183,11 @@ def read_tokenizer(folder: str) -> str:
         raise NoVocabulary(f"{Path(folder)} has no tokenizer that can be read: {error}") from None
 
 
-def _with_added(text: str, config_path: Path) -> str:
-    values = json.loads(text)
+def _with_added(read: bytes, config_path: Path) -> str:
+    values = json.loads(read)
     values["padding"] = values["truncation"] = None
     if config_path.exists():
-        config = json.loads(config_path.read_text())
+        config = json.loads(config_path.read_bytes())
         added = values.setdefault("added_tokens", [])
         known = {token["id"] for token in added}
         more = (config.get("added_tokens_decoder") or {}).items()

@@ -55,9 +55,11 @@ def read_values(folder: str | Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: UnsupportedModel if the file holds anything but a JSON object."""
+    """Raises: UnsupportedModel if the file cannot be read, or holds anything but a JSON object."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())  # in UTF-8, whatever the locale
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not valid JSON: {error}; download it again") from None
     if not isinstance(values, dict):

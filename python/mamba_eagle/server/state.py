@@ -185,7 +185,7 @@ class ServerState:
         try:
             if is_gguf(self.config.model_path):
                 return read_values(self.config.model_path)
-            values = json.loads((Path(self.config.model_path) / "config.json").read_text())
+            values = json.loads((Path(self.config.model_path) / "config.json").read_bytes())
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}

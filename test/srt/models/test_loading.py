@@ -23,6 +23,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config_json import read_json
 from mamba_eagle.models.falcon_h1 import multipliers
 from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
 from mamba_eagle.models.registry import model_class, parse_config, read_model_config
@@ -222,6 +223,11 @@ def test_a_description_that_is_no_json_object_is_named(
     (folder / name).write_text(text)
     with pytest.raises(UnsupportedModel, match=f"{name}.*{words}"):
         read_model_config(folder)
+
+
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be read: Is a directory"):
+        read_json(tmp_path)  # as without permission, which the tests' user may have
 
 
 def test_weights_that_may_not_be_read_are_named_as_such(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from mamba_eagle.constrain.vocabulary import (
     read_tokenizer,
     tokenizer_json,
 )
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 TOKENIZERS = {
@@ -127,3 +131,18 @@ def test_what_cannot_be_a_vocabulary_says_why(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(NoVocabulary, match=re.escape(str(tmp_path))):
         read_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_does_not_depend_on_the_locale() -> None:
+    read = (
+        "import sys; from mamba_eagle.constrain.vocabulary import read_tokenizer; "
+        "sys.stdout.buffer.write(read_tokenizer(sys.argv[1]).encode())"
+    )
+    ascii_locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", read, str(EMBEDDED_MODEL)],
+        env={**os.environ, **ascii_locale},
+        capture_output=True,
+        timeout=100,
+    )
+    assert ran.stdout.decode() == read_tokenizer(str(EMBEDDED_MODEL)), ran.stderr
