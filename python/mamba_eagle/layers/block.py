@@ -11,7 +11,7 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
@@ -85,11 +85,13 @@ class Block(LateLayer):
 
 
 class LayerNames(NamedTuple):
-    """What a family calls the parts of its layers; these are Llama's names."""
+    """What a family calls the parts of its layers; these are Llama's and Bamba's names."""
 
     norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    attention: str = "self_attn"
+    recurrent: str = "mamba"
 
 
 class LayerParts(NamedTuple):
@@ -100,18 +102,39 @@ class LayerParts(NamedTuple):
 
 
 class PreNormLayer(LateLayer):
-    """A mixer and then an MLP, each of a norm of the residual stream, under a family's names."""
+    """A mixer and then an MLP, each of a norm of the residual stream, under a family's names. A
+    family overrides how those are made of which it has its own."""
 
     names = LayerNames()
 
-    def __init__(self, size: int, eps: float, name: str, mixer: nn.Module, mlp: nn.Module) -> None:
-        """name: of the mixer."""
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        """layer: the number of this one among all."""
         super().__init__()
+        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
+        index = config.places_before(layer, kind)
+        if kind == "attention":
+            name, mixer = self.names.attention, self.new_attention(config, index)
+        else:
+            name, mixer = self.names.recurrent, self.new_recurrent(config, index)
+        mlp = self.new_mlp(config, layer)
         self.parts = LayerParts(RMSNorm(size, eps), mixer, RMSNorm(size, eps), mlp)
         names = (self.names.norm, name, self.names.mlp_norm, self.names.mlp)
         for own, part in zip(names, self.parts, strict=True):
             setattr(self, own, part)
         self.total = Total()
+
+    def new_attention(self, config: ModelConfig, index: int) -> nn.Module:
+        """index: the layer's among those of its kind."""
+        assert config.attention is not None
+        return make_attention(config.attention, config.hidden_size, index, config.norm_eps)
+
+    def new_recurrent(self, config: ModelConfig, index: int) -> nn.Module:
+        """The same of a recurrent layer."""
+        assert isinstance(config.recurrence, Mamba2Config)
+        return Mamba2Mixer(config.recurrence, config.hidden_size, config.norm_eps, index)
+
+    def new_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def connect(self) -> None:
         norm, mixer, mlp_norm, mlp = self.parts
@@ -141,22 +164,6 @@ class PreNormLayer(LateLayer):
             Residual(norm, mixer, self.total, scale),
             Residual(mlp_norm, mlp, self.total, scale, takes_context=False),
         )
-
-
-class NamedMixer(NamedTuple):
-    name: str
-    mixer: Mamba2Mixer | Attention
-
-
-def mamba_or_attention(config: ModelConfig, layer: int) -> NamedMixer:
-    """The mixer that the config gives layer number ``layer`` of all."""
-    size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
-    index = config.places_before(layer, kind)
-    if kind == "recurrent":
-        assert isinstance(config.recurrence, Mamba2Config)
-        return NamedMixer("mamba", Mamba2Mixer(config.recurrence, size, eps, index))
-    assert config.attention is not None
-    return NamedMixer("self_attn", make_attention(config.attention, size, index, eps))
 
 
 def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:

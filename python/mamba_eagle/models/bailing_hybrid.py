@@ -9,6 +9,7 @@ from mamba_eagle.models.base import Target
 from mamba_eagle.models.kimi_linear import (
     KINDS,
     OTHER_NAMES,
+    KimiLayer,
     KimiLinearForCausalLM,
     delta_config,
     latent_config,
@@ -28,13 +29,16 @@ NAMES = {
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    renamed = {**NAMES, **KimiLinearForCausalLM.renamed}
-
+class BailingLayer(KimiLayer):
     def decay_form(self, config: ModelConfig) -> DecayForm:
         bounded = config.raw.get("kda_safe_gate", True)
         bound = float(config.raw.get("kda_lower_bound", -5.0)) if bounded else 0.0
         return DecayForm(narrow=False, bound=bound)
+
+
+class BailingHybridForCausalLM(KimiLinearForCausalLM):
+    layer_class = BailingLayer
+    renamed = {**NAMES, **KimiLinearForCausalLM.renamed}
 
     def target(self, name: str) -> Target | None:
         found = LAYER.match(name)

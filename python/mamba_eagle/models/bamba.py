@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from mamba_eagle.layers.block import LayerNames, PreNormLayer, mamba_or_attention
-from mamba_eagle.layers.mlp import GatedMLP
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
@@ -11,11 +10,6 @@ from mamba_eagle.models.parse import attention_config, mamba_config, model_confi
 
 class BambaLayer(PreNormLayer):
     names = LayerNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward")
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        mixer = mamba_or_attention(config, layer)
-        super().__init__(config.hidden_size, config.norm_eps, *mixer, mlp)
 
 
 class BambaForCausalLM(CausalLM):

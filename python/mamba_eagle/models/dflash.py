@@ -15,7 +15,6 @@ from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary
@@ -35,13 +34,11 @@ ENCODER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.
 class BlockLayer(PreNormLayer):
     """A layer of Qwen3."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, block = config.hidden_size, config.norm_eps, block_config(config)
+    def new_attention(self, config: ModelConfig, index: int) -> BlockAttention:
+        block = block_config(config)
         assert config.attention is not None
-        seen = (block.windows[index], block.causal[index], block.sinks)
-        attention = BlockAttention(config.attention, size, index, eps, *seen)
-        mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
-        super().__init__(size, eps, "self_attn", attention, mlp)
+        given = (config.attention, config.hidden_size, index, config.norm_eps)
+        return BlockAttention(*given, block.windows[index], block.causal[index], block.sinks)
 
 
 class BlockDraftModel(DraftVocabularyModel):

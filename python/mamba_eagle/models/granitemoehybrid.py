@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mamba_eagle.layers.block import LayerNames, PreNormLayer, mamba_or_attention
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mlp import PackedGatedMLP
@@ -26,13 +26,14 @@ class GraniteLayer(PreNormLayer):
     names = LayerNames(mlp="shared_mlp")
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        size = config.hidden_size
-        mlp = PackedGatedMLP(size, config.intermediate_size)
-        super().__init__(size, config.norm_eps, *mamba_or_attention(config, layer), mlp)
+        super().__init__(config, layer)
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
         self.has_experts = config.moe is not None
         if config.moe is not None:
-            self.block_sparse_moe = GatedMoE(config.moe, size)
+            self.block_sparse_moe = GatedMoE(config.moe, config.hidden_size)
+
+    def new_mlp(self, config: ModelConfig, layer: int) -> PackedGatedMLP:
+        return PackedGatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
         return () if self.has_experts else self.both_residuals(self.residual_multiplier)

@@ -3,7 +3,7 @@ experts from the second layer on (arXiv 2510.26692)."""
 
 from typing import Any, ClassVar
 
-from mamba_eagle.layers.block import PreNormLayer
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.kimi_delta import DecayForm, KimiDeltaAttention
 from mamba_eagle.layers.latent_attention import LatentAttention
 from mamba_eagle.layers.mlp import GatedMLP
@@ -39,39 +39,32 @@ KINDS = {"full_attention": "attention", "linear_attention": "recurrent"}
 
 
 class KimiLayer(PreNormLayer):
-    """``layer`` is the index among all layers."""
+    names = LayerNames(recurrent="self_attn")
 
-    def __init__(self, config: ModelConfig, layer: int, sparse: bool, form: DecayForm) -> None:
-        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
-        index = config.places_before(layer, kind)
-        mixer: LatentAttention | KimiDeltaAttention
-        if kind == "attention":
-            assert config.attention is not None
-            mixer = LatentAttention(config.attention, size, index)
-        else:
-            assert isinstance(config.recurrence, DeltaConfig)
-            mixer = KimiDeltaAttention(config.recurrence, size, index, eps, form)
-        mlp: SigmoidMoE | GatedMLP
-        if sparse:
-            assert config.moe is not None
-            mlp = SigmoidMoE(config.moe, size)
-        else:
-            mlp = GatedMLP(size, config.intermediate_size)
-        super().__init__(size, eps, "self_attn", mixer, mlp)
+    def new_attention(self, config: ModelConfig, index: int) -> LatentAttention:
+        assert config.attention is not None
+        return LatentAttention(config.attention, config.hidden_size, index)
 
+    def new_recurrent(self, config: ModelConfig, index: int) -> KimiDeltaAttention:
+        assert isinstance(config.recurrence, DeltaConfig)
+        given = (config.recurrence, config.hidden_size, index, config.norm_eps)
+        return KimiDeltaAttention(*given, self.decay_form(config))
 
-class KimiLinearForCausalLM(CausalLM):
-    renamed: ClassVar[dict[str, str]] = NAMES
-    place = staticmethod(gated_expert_place)
-    late_sums = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        form, mlps = self.decay_form(config), mlp_kinds(config.raw)
-        layers = [KimiLayer(config, i, kind == "sparse", form) for i, kind in enumerate(mlps)]
-        super().__init__(config, layers)
+    def new_mlp(self, config: ModelConfig, layer: int) -> SigmoidMoE | GatedMLP:
+        if mlp_kinds(config.raw)[layer] != "sparse":
+            return GatedMLP(config.hidden_size, config.intermediate_size)
+        assert config.moe is not None
+        return SigmoidMoE(config.moe, config.hidden_size)
 
     def decay_form(self, config: ModelConfig) -> DecayForm:
         return DecayForm(narrow=True, bound=0.0)
+
+
+class KimiLinearForCausalLM(CausalLM):
+    layer_class: ClassVar[type[KimiLayer]] = KimiLayer
+    renamed: ClassVar[dict[str, str]] = NAMES
+    place = staticmethod(gated_expert_place)
+    late_sums = True
 
 
 def mlp_kinds(values: dict[str, Any]) -> list[str]:

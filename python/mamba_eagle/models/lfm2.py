@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
-from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
 from mamba_eagle.models.base import CausalLM, Names, gated_expert_place
@@ -26,24 +24,16 @@ KINDS = {"full_attention": "attention", "conv": "recurrent"}
 
 
 class Lfm2Layer(PreNormLayer):
-    names = LayerNames("operator_norm", "ffn_norm", "feed_forward")
+    names = LayerNames("operator_norm", "ffn_norm", "feed_forward", recurrent="conv")
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
-        index = config.places_before(layer, kind)
-        mixer: Attention | ShortConv
-        if kind == "attention":
-            assert config.attention is not None
-            name, mixer = "self_attn", make_attention(config.attention, size, index, eps)
-        else:
-            assert isinstance(config.recurrence, ShortConvConfig)
-            name, mixer = "conv", ShortConv(config.recurrence, size, index)
-        mlp: SigmoidMoE | GatedMLP
+    def new_recurrent(self, config: ModelConfig, index: int) -> ShortConv:
+        assert isinstance(config.recurrence, ShortConvConfig)
+        return ShortConv(config.recurrence, config.hidden_size, index)
+
+    def new_mlp(self, config: ModelConfig, layer: int) -> SigmoidMoE | GatedMLP:
         if config.moe is not None and layer >= config.raw.get("num_dense_layers", 2):
-            mlp = SigmoidMoE(config.moe, size)
-        else:
-            mlp = GatedMLP(size, config.intermediate_size)
-        super().__init__(size, eps, name, mixer, mlp)
+            return SigmoidMoE(config.moe, config.hidden_size)
+        return GatedMLP(config.hidden_size, config.intermediate_size)
 
 
 class Lfm2ForCausalLM(CausalLM):

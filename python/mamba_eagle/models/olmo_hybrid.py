@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mamba_eagle.layers.block import PreNormLayer
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
@@ -77,13 +77,14 @@ class OlmoDeltaNet(GatedDeltaNet):
 
 
 class OlmoDeltaLayer(PreNormLayer):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        size, eps = config.hidden_size, config.norm_eps
+    names = LayerNames(recurrent="linear_attn")
+
+    def new_recurrent(self, config: ModelConfig, index: int) -> OlmoDeltaNet:
         assert isinstance(config.recurrence, DeltaConfig)
-        index = config.places_before(layer, "recurrent")
-        mixer = OlmoDeltaNet(config.recurrence, size, index)
-        mlp = GatedMLP(size, config.intermediate_size)
-        super().__init__(size, eps, "linear_attn", mixer, mlp)
+        return OlmoDeltaNet(config.recurrence, config.hidden_size, index)
+
+    def new_mlp(self, config: ModelConfig, layer: int) -> GatedMLP:
+        return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
         return self.both_residuals()

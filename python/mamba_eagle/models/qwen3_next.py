@@ -6,9 +6,9 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mamba_eagle.layers.block import PreNormLayer
+from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.layer import Residual
@@ -103,23 +103,21 @@ class JoinedDeltaNet(QwenDeltaNet):
 
 
 class QwenLayer(PreNormLayer):
+    names = LayerNames(recurrent="linear_attn")
     mixer_class: type[QwenDeltaNet] = JoinedDeltaNet
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
-        index = config.places_before(layer, kind)
-        mixer: nn.Module
-        if kind == "recurrent":
-            assert isinstance(config.recurrence, DeltaConfig)
-            name, mixer = "linear_attn", self.mixer_class(config.recurrence, size, eps, index)
-        else:
-            assert config.attention is not None
-            name, mixer = "self_attn", GatedAttention(config.attention, size, index, eps)
+    def new_attention(self, config: ModelConfig, index: int) -> GatedAttention:
+        assert config.attention is not None
+        return GatedAttention(config.attention, config.hidden_size, index, config.norm_eps)
+
+    def new_recurrent(self, config: ModelConfig, index: int) -> QwenDeltaNet:
+        assert isinstance(config.recurrence, DeltaConfig)
+        return self.mixer_class(config.recurrence, config.hidden_size, config.norm_eps, index)
+
+    def new_mlp(self, config: ModelConfig, layer: int) -> GatedSharedMoE | GatedMLP:
         if config.moe is not None and has_experts(config, layer):
-            mlp: nn.Module = GatedSharedMoE(config.moe, size)
-        else:
-            mlp = GatedMLP(size, config.intermediate_size)
-        super().__init__(size, eps, name, mixer, mlp)
+            return GatedSharedMoE(config.moe, config.hidden_size)
+        return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
         return self.both_residuals()
