@@ -38,8 +38,8 @@ from mamba_eagle.server.apis.responses.kept import ResponseStore
 from mamba_eagle.server.apis.rollouts import group, pauses, weights
 from mamba_eagle.server.apis.rollouts import tokens as rollouts
 from mamba_eagle.server.apis.sse import wait_for_success
-from mamba_eagle.server.errors import Checked, RequestError, json_response
-from mamba_eagle.server.http.at_reply import AtReply, counted, named, simulated
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.http.at_reply import AtRequest, counted, named, simulated
 from mamba_eagle.server.http.auth import need_key
 from mamba_eagle.server.http.origins import guard_origins
 from mamba_eagle.server.lifetime import RETRY_AFTER
@@ -83,19 +83,19 @@ def make_app(state: ServerState) -> FastAPI:
     for part in parts:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]
-    app.add_middleware(AtReply, begin=counted(state.recorder.replied))
+    app.add_middleware(AtRequest, begin=counted(state.recorder.replied))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)
     if state.api_keys:
         admin = [state.config.admin_api_key] if state.config.admin_api_key else []
         keys = [*state.api_keys, *admin]
-        app.add_middleware(Checked, check=partial(need_key, keys=keys, open_paths=OPEN_PATHS))
+        app.add_middleware(AtRequest, begin=partial(need_key, keys=keys, open_paths=OPEN_PATHS))
     guard_origins(app, state.config)
-    app.add_middleware(Checked, check=partial(plain_path, root_path=state.config.root_path))
-    app.add_middleware(AtReply, begin=named)
+    app.add_middleware(AtRequest, begin=partial(plain_path, root_path=state.config.root_path))
+    app.add_middleware(AtRequest, begin=named)
     if state.config.simulate_acc_len:
-        app.add_middleware(AtReply, begin=simulated(state.config.simulate_acc_len))
+        app.add_middleware(AtRequest, begin=simulated(state.config.simulate_acc_len))
     return app
 
 

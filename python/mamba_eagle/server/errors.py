@@ -5,12 +5,10 @@ HTTP status codes live in this folder only: the engine says what kind of failure
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle.core import Failure, FinishReason, shown
 
@@ -61,23 +59,6 @@ class RequestError(Exception):
     def response(self) -> Response:
         headers = {"Retry-After": str(self.retry_after)} if self.retry_after else None
         return json_response(self.body(), self.status, headers)
-
-
-class Checked:
-    """Middleware that answers with the RequestError that ``check`` raises for an HTTP request, in
-    whose scope it may leave what it has found. Plain ASGI: streams pass untouched."""
-
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
-        self.app, self.check = app, check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = self.app
-        try:
-            if scope["type"] == "http":
-                self.check(scope)
-        except RequestError as error:
-            answer = error.response()
-        await answer(scope, receive, send)
 
 
 def _sendable(text: str) -> str:

@@ -1,10 +1,12 @@
-"""What is done as a reply begins: it is counted, and marked. Plain ASGI: streams pass untouched."""
+"""What is done as a request comes, and as its reply begins: it is checked, counted, and marked."""
 
 import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mamba_eagle.server.errors import RequestError
 
 HEADER = b"x-request-id"
 SIMULATION_HEADER = b"x-mamba-eagle-simulated-acc-len"
@@ -13,28 +15,31 @@ trace_parent: ContextVar[str] = ContextVar("trace_parent", default="")
 MAX_LENGTH = 128  # characters; a longer one is replaced
 
 
-# Called when a request has come; returns what is called with the reply's first message.
-Begin = Callable[[Scope], Callable[[Message], None]]
+# Called when a request has come, in whose scope it may leave what it has found; a RequestError that
+# it raises is the answer. Returns what is called with the reply's first message, if anything is.
+Begin = Callable[[Scope], Callable[[Message], None] | None]
 
 
-class AtReply:
-    """Middleware that acts when a reply begins."""
+class AtRequest:
+    """Middleware that acts when a request comes. Plain ASGI: streams pass untouched."""
 
     def __init__(self, app: ASGIApp, begin: Begin) -> None:
         self.app, self.begin = app, begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        act = self.begin(scope)
+        answer, act = self.app, None
+        try:
+            if scope["type"] == "http":
+                act = self.begin(scope)
+        except RequestError as error:
+            answer = error.response()
 
         async def send_acted(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if act is not None and message["type"] == "http.response.start":
                 act(message)
             await send(message)
 
-        await self.app(scope, receive, send_acted)
+        await answer(scope, receive, send if act is None else send_acted)
 
 
 def add_header(message: Message, name: bytes, value: bytes) -> None:

@@ -20,7 +20,8 @@ from starlette.types import Scope
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import shown
-from mamba_eagle.server.errors import Checked, RequestError
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.at_reply import AtRequest
 from mamba_eagle.server.http.auth import api_keys
 
 LOOPBACK_PAGE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -160,7 +161,7 @@ def guard_origins(app: Starlette, config: ServerConfig) -> None:
     """Adds both middlewares. Call it last, so that they come first: a browser's preflight request
     carries no key."""
     policy = OriginPolicy.of(config)
-    app.add_middleware(Checked, check=policy.check)
+    app.add_middleware(AtRequest, begin=policy.check)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=["*"] if policy.any_page else list(policy.pages),
