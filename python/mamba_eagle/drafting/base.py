@@ -51,6 +51,7 @@ class KeyedNoise(Protocol):
     def fixed(self, depth: int) -> Sequence[int]:
         """Requests, by index in the batch, whose next tokens the grammar fixes for most of
         ``depth`` levels; their drafts are replaced."""
+        return ()
 
     def of(self, requests: Sequence[int]) -> KeyedNoise:
         """The same for some requests of the batch, by index."""
@@ -60,10 +61,12 @@ class KeyedNoise(Protocol):
         of all lanes for most of the next ``levels``, as [requests, lanes, k] with other children
         after them that score -inf; None: the drafter must run. levels 0: always children, of which
         a lane whose text is not fixed has none."""
+        return None
 
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes
         need not call it: what depends on the tokens of lanes is then left out."""
+        return None
 
 
 class StepPart(NamedTuple):

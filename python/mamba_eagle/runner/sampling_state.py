@@ -15,11 +15,11 @@ from torch import Tensor
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Numbers
 from mamba_eagle.core import FILTERS, NEUTRAL, PENALTIES, SamplingParams
+from mamba_eagle.drafting.base import KeyedNoise
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.sampling.tables import INTEGERS, NUMBERS, PARAMETERS, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_log_probs
-from mamba_eagle.tree.candidates import Frontier
 
 
 class SamplingState:
@@ -199,8 +199,9 @@ class SamplingState:
         return self.asks(slot, FILTERS | PENALTIES)
 
 
-class BatchNoise:
-    """The Gumbel noise that ``sample`` will add, for drafters (``KeyedNoise`` in drafting/base.py).
+class BatchNoise(KeyedNoise):
+    """The Gumbel noise that ``sample`` will add, for drafters. It fixes and forces nothing, and is
+    the same in all lanes.
 
     The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are close to
     the target's guesses that token best from ``log_probs / temperature + noise``, and the softmax
@@ -225,15 +226,5 @@ class BatchNoise:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""
         return noisy_log_probs(log_probs, self._keys(positions), self.state.backend.gumbel)
 
-    def fixed(self, depth: int) -> Sequence[int]:
-        """Noise fixes nothing."""
-        return ()
-
-    def forced(self, requests: int, k: int, levels: int) -> None:
-        """Noise forces nothing."""
-
     def of(self, requests: Sequence[int]) -> BatchNoise:
         return BatchNoise(self.state, self.slots[list(requests)])
-
-    def follow(self, frontier: Frontier) -> None:
-        """It is the same in all lanes."""
