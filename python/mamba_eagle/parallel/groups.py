@@ -7,10 +7,9 @@ ranks as threads; distributed.py has gloo and NCCL.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,9 +60,12 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return whole
 
 
-class Group(ABC):
+class Group:
     """Ranks that have parts of the same layers, or the pipeline stages. Tensors have the same shape
-    and dtype on all ranks and are contiguous; an operation may overwrite the one it is given."""
+    and dtype on all ranks and are contiguous; an operation may overwrite the one it is given.
+
+    This class is the group of a single rank, which exchanges nothing. One of several overrides what
+    begins with an underscore."""
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard, self.device = shard, device
@@ -159,32 +161,12 @@ class Group(ABC):
             return room if parts is None else parts[0]
         return self._hand_out(parts, room)
 
-    @abstractmethod
-    def _sum(self, x: Tensor) -> Tensor: ...
+    def _exchange(self, *_: Any, **__: Any) -> Any:
+        """With other ranks, as the method of this name without the underscore."""
+        raise AssertionError("a single rank is always quiet")
 
-    @abstractmethod
-    def _max(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _gather(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _from_first(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _from_last(self, x: Tensor, channel: Channel) -> Tensor: ...
-
-    @abstractmethod
-    def _hand_on(self, x: Tensor) -> None: ...
-
-    @abstractmethod
-    def _take(self, room: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _collect(self, x: Tensor) -> list[Tensor] | None: ...
-
-    @abstractmethod
-    def _hand_out(self, parts: list[Tensor] | None, room: Tensor) -> Tensor: ...
+    _sum = _max = _gather = _from_first = _from_last = _hand_on = _take = _exchange
+    _collect = _hand_out = _exchange
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over ranks; waits for the device."""
@@ -195,27 +177,11 @@ class Group(ABC):
         """The sum of each number over ranks; waits for the device."""
         return self.sum(torch.tensor(list(numbers), device=self.device)).tolist()
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the others; nothing may follow."""
 
 
-class Alone(Group):
-    """The only rank: nothing is exchanged."""
-
-    def __init__(self) -> None:
-        super().__init__(Shard(), torch.device("cpu"))
-
-    def _exchange(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("a single rank is always quiet")
-
-    _sum = _max = _gather = _from_first = _from_last = _hand_on = _take = _exchange
-    _collect = _hand_out = _exchange
-
-    def close(self) -> None: ...
-
-
-ALONE = Alone()
+ALONE = Group(Shard(), torch.device("cpu"))
 
 
 class Site(NamedTuple):
