@@ -47,40 +47,35 @@ class Member(NamedTuple):
 
 
 class Transfers:
-    """What is under way; true as long as anything is. Each has a thread of its own, which may wait
-    for a trainer that never comes, while all else goes on."""
+    """Each has a thread of its own, which may wait for a trainer that never comes, while all else
+    goes on."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self.groups: dict[str, TrainerGroup] = {}
-        self._under_way: dict[int, Future[Checksums]] = {}  # by call
         self._busy: set[str] = set()  # groups
 
-    def __bool__(self) -> bool:
-        return bool(self._under_way)
-
-    def begin(self, asked: AskRanks, config: EngineConfig, modules: dict[str, nn.Module]) -> None:
+    def begin(
+        self, asked: AskRanks, config: EngineConfig, modules: dict[str, nn.Module]
+    ) -> Future[Checksums]:
         """config: with the folders that are served. modules: those with weights."""
-        made = self._under_way[asked.call_id] = Future[Checksums]()
-        task = asked.task
+        made, task = Future[Checksums](), asked.task
         if isinstance(task, SumWeights):
             work = partial(checksums, held_weights(modules))
         else:
             work = partial(self._alone, task, config)
         threading.Thread(target=_finish, args=(made, work), name="transfer", daemon=True).start()
+        return made
 
-    def take_done(self) -> list[RankReply]:
-        """The answers that are due."""
-        answers = []
-        for call_id in [call for call, made in self._under_way.items() if made.done()]:
-            reply = RankReply(call_id=call_id, rank=self.member.number)
-            try:
-                reply.checksums = self._under_way.pop(call_id).result()
-            except Exception as error:
-                log.warning("a trainer's call has failed: %s", error)
-                reply.problem = str(error) or type(error).__name__
-            answers.append(reply)
-        return answers
+    def answer(self, asked: AskRanks, made: Future[Checksums]) -> RankReply:
+        """made: of ``begin``, and done."""
+        reply = RankReply(call_id=asked.call_id, rank=self.member.number)
+        try:
+            reply.checksums = made.result()
+        except Exception as error:
+            log.warning("a trainer's call has failed: %s", error)
+            reply.problem = str(error) or type(error).__name__
+        return reply
 
     def close(self) -> None:
         while self.groups:

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import zmq
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from mamba_eagle.backend.place import Place
-from mamba_eagle.lora.slots import AdapterSlots, HostAdapter
+from mamba_eagle.lora.slots import HostAdapter
 from mamba_eagle.message import (
     AdapterRead,
     AskRanks,
@@ -97,37 +98,17 @@ class StepProfiler:
         return ""
 
 
-class AdapterReader:
-    """What is being read; true as long as anything is."""
+class UnderWay(NamedTuple):
+    """Work in a thread beside the steps: a grammar, an adapter, or what a trainer sends."""
 
-    def __init__(self, adapters: AdapterSlots) -> None:
-        self.adapters = adapters
-        self._thread = ThreadPoolExecutor(1, "adapters")
-        self._made: dict[int, Future[HostAdapter]] = {}  # by number
-
-    def __bool__(self) -> bool:
-        return bool(self._made)
-
-    def begin(self, asked: ReadAdapter) -> None:
-        self._made[asked.number] = self._thread.submit(self.adapters.read, asked.path)
-
-    def take_done(self) -> list[AdapterRead]:
-        """The answers that are due; what was read is kept."""
-        answers = []
-        for number in [number for number, made in self._made.items() if made.done()]:
-            problem = ""
-            try:
-                self.adapters.keep(number, self._made.pop(number).result())
-            except Exception as error:  # no folder may end what others are served by
-                problem = str(error) or type(error).__name__
-            answers.append(AdapterRead(number=number, problem=problem))
-        return answers
+    made: Future[Any]
+    answer: Callable[[], FromRunner]  # called once it is done
 
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
-# Between two looks at grammars and adapters that are made ready, while nothing else is done.
-COMPILED_MS = 1
+# Between two looks at what threads do, while nothing else is done.
+BESIDE_MS = 1
 # After that long without a plan an earlier pipeline stage commits what it has begun.
 PATIENCE_MS = 100
 
@@ -148,8 +129,8 @@ class Worker:
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.ranks, self.constraints = runner.parts.ranks, runner.constraints
-        self.compiling: dict[int, Future[Any]] = {}  # grammars, in threads beside the steps
-        self.reading = AdapterReader(runner.adapters)
+        self.beside: list[UnderWay] = []
+        self.reader = ThreadPoolExecutor(1, "adapters")
         self.transfers = Transfers(Member(rank, self.renewal.writes, runner.backend.device))
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         self._adopt(runner)
@@ -169,27 +150,23 @@ class Worker:
             elif isinstance(message, ChangeModel):
                 self._change(message)
             elif isinstance(message, CompileGrammar):
-                if self.ranks.samples:  # earlier stages follow no grammars
-                    matchers = self.constraints.matchers
-                    self.compiling[message.number] = matchers.compile(message.text)
+                self._compile(message)
             elif isinstance(message, ReadAdapter):
-                self.reading.begin(message)
+                read = self.reader.submit(self.runner.adapters.read, message.path)
+                self.beside.append(UnderWay(read, partial(self._keep, message.number, read)))
             elif isinstance(message, DropAdapter):
                 self.runner.adapters.drop(message.number)
             elif isinstance(message, AskRanks):
-                self.transfers.begin(message, self.renewal.config, self._modules())
+                made = self.transfers.begin(message, self.renewal.config, self._modules())
+                answer = partial(self.transfers.answer, message, made)
+                self.beside.append(UnderWay(made, answer))
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:
                 self._send_result()
-            for number in [number for number, made in self.compiling.items() if made.done()]:
-                del self.compiling[number]
-                if self.answers:
-                    self.results.send(GrammarCompiled(number=number))
-            for read in self.reading.take_done():
-                self.results.send(read)
-            for reply in self.transfers.take_done():
-                self.results.send(reply)
+            for each in [each for each in self.beside if each.made.done()]:
+                self.beside.remove(each)
+                self.results.send(each.answer())
 
     def close(self) -> None:
         """After ``serve``: the runner leaves the others."""
@@ -198,7 +175,7 @@ class Worker:
 
     def _adopt(self, runner: ModelRunner) -> None:
         """It executes the plans from now on."""
-        self.runner, self.reading.adapters = runner, runner.adapters
+        self.runner = runner
         runner.before_waiting = self._send_all
 
     def _change(self, asked: ChangeModel) -> None:
@@ -223,7 +200,22 @@ class Worker:
         }
 
     def _let_go(self) -> None:
-        del self.runner, self.reading.adapters
+        del self.runner
+
+    def _compile(self, asked: CompileGrammar) -> None:
+        if self.ranks.samples:  # earlier stages follow no grammars
+            made = self.constraints.matchers.compile(asked.text)
+            if self.answers:
+                answer = partial(GrammarCompiled, number=asked.number)
+                self.beside.append(UnderWay(made, answer))
+
+    def _keep(self, number: int, read: Future[HostAdapter]) -> AdapterRead:
+        problem = ""
+        try:
+            self.runner.adapters.keep(number, read.result())
+        except Exception as error:  # no folder may end what others are served by
+            problem = str(error) or type(error).__name__
+        return AdapterRead(number=number, problem=problem)
 
     def _next(self) -> ToRunner | None:
         """The next message; None if the oldest launched step is done before one comes, if a
@@ -260,13 +252,10 @@ class Worker:
 
     def _wait(self) -> ToRunner | None:
         plans = self.plans
-        beside = self.compiling or self.transfers
-        if self.renewal.runner is None and not beside:
-            return plans.receive()
         if not self.launched:
-            if beside or self.reading:
-                return plans.receive(timeout_ms=COMPILED_MS)
-            if not self.runner.turns:
+            if self.beside:
+                return plans.receive(timeout_ms=BESIDE_MS)
+            if self.renewal.runner is None or not self.runner.turns:
                 return plans.receive()
             if (plan := plans.receive(timeout_ms=PATIENCE_MS)) is None:
                 self.runner.turns.commit()
