@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Residual, Total
@@ -20,30 +19,27 @@ from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 
 class BeforeSum(NamedTuple):
-    """What a layer makes of the residual stream, to which ``added`` is yet to be added. Both
+    """What layers make of the residual stream, to which ``added`` is yet to be added. Both
     [n, hidden_size]; of a rank ``added`` is a part."""
 
     hidden: Tensor
     added: Tensor
 
 
-class LateLayer(Layer):
-    """One that can leave its last sum to what comes next."""
-
-    total: Total
-
-    @property
-    @abstractmethod
-    def first_norm(self) -> RMSNorm: ...
+class ResidualLayer(Layer):
+    """One that consists of residuals."""
 
     @abstractmethod
-    def before_sum(
-        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
-    ) -> BeforeSum:
-        """normed: the first norm of ``hidden``, which may be overwritten."""
+    def steps(self) -> tuple[Residual, ...]:
+        """One after the other. Programs compute those that ``residuals`` names as well."""
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        for step in self.steps():
+            hidden = hidden + step.made(hidden, ctx)
+        return hidden
 
 
-class Block(LateLayer):
+class Block(ResidualLayer):
     """``hidden + mixer(norm(hidden))``; ``kind`` is recurrent, attention, mlp or moe."""
 
     def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
@@ -68,20 +64,11 @@ class Block(LateLayer):
     def connect(self) -> None:
         self.norm.rounding = getattr(self.mixer, "input_rounding", None)
 
-    def residuals(self) -> tuple[Residual, ...]:
+    def steps(self) -> tuple[Residual, ...]:
         return (Residual(self.norm, self.mixer, self.total),)
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        return hidden + self.total(self.mixer(self.norm(hidden), ctx))
-
-    @property
-    def first_norm(self) -> RMSNorm:
-        return self.norm
-
-    def before_sum(
-        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
-    ) -> BeforeSum:
-        return BeforeSum(hidden, self.mixer(normed, ctx))
+    def residuals(self) -> tuple[Residual, ...]:
+        return self.steps()
 
 
 class LayerNames(NamedTuple):
@@ -101,7 +88,7 @@ class LayerParts(NamedTuple):
     mlp: Any
 
 
-class PreNormLayer(LateLayer):
+class PreNormLayer(ResidualLayer):
     """A mixer and then an MLP, each of a norm of the residual stream, under a family's names. A
     family overrides how those are made of which it has its own."""
 
@@ -123,6 +110,11 @@ class PreNormLayer(LateLayer):
             setattr(self, own, part)
         self.total = Total()
 
+    def steps(self) -> tuple[Residual, ...]:
+        norm, mixer, mlp_norm, mlp = self.parts
+        last = Residual(mlp_norm, mlp, self.total, takes_context=False)
+        return Residual(norm, mixer, self.total), last
+
     def new_attention(self, config: ModelConfig, index: int) -> nn.Module:
         """index: the layer's among those of its kind."""
         assert config.attention is not None
@@ -137,33 +129,8 @@ class PreNormLayer(LateLayer):
         return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def connect(self) -> None:
-        norm, mixer, mlp_norm, mlp = self.parts
-        for before, reader in ((norm, mixer), (mlp_norm, mlp)):
-            before.rounding = getattr(reader, "input_rounding", None)
-
-    @property
-    def first_norm(self) -> RMSNorm:
-        return self.parts.norm
-
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        norm, mixer, mlp_norm, mlp = self.parts
-        hidden = hidden + self.total(mixer(norm(hidden), ctx))
-        return hidden + self.total(mlp(mlp_norm(hidden)))
-
-    def before_sum(
-        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
-    ) -> BeforeSum:
-        _, mixer, mlp_norm, mlp = self.parts
-        normed, hidden = mlp_norm.after(hidden, mixer(normed, ctx))
-        return BeforeSum(hidden, mlp(normed))
-
-    def both_residuals(self, scale: float = 1.0) -> tuple[Residual, ...]:
-        """For families whose ``residuals`` are a mixer and an MLP."""
-        norm, mixer, mlp_norm, mlp = self.parts
-        return (
-            Residual(norm, mixer, self.total, scale),
-            Residual(mlp_norm, mlp, self.total, scale, takes_context=False),
-        )
+        for step in self.steps():
+            step.norm.rounding = getattr(step.body, "input_rounding", None)
 
 
 def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:
@@ -177,20 +144,28 @@ def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext)
 
 
 def run_with_late_sums(layers: Sequence[Any], hidden: Tensor, ctx: ForwardContext) -> Tensor:
-    """``run_layers`` of ``LateLayer``s: the last sum of each is left to the norm of the next one,
-    which may have a kernel for both."""
+    """``run_layers`` of ``ResidualLayer``s, with sums as of ``until_last_sum``."""
     if not layers:
         return hidden
     run = ctx.run(layers, hidden)
     if run is not None:
         return run
-    first, *others = layers
-    hidden, added = first.before_sum(hidden, first.first_norm(hidden), ctx)
-    for layer in others:
-        normed, hidden = layer.first_norm.after(hidden, added)
-        hidden, added = layer.before_sum(hidden, normed, ctx)
-    total: Tensor = first.total(added)
+    hidden, added = until_last_sum(layers, hidden, ctx)
+    total: Tensor = layers[0].total(added)
     return hidden + total
+
+
+def until_last_sum(
+    layers: Sequence[ResidualLayer], hidden: Tensor, ctx: ForwardContext
+) -> BeforeSum:
+    """Some layers in a row, but for their last sum. Each sum is left to the norm that comes next,
+    which may have a kernel for both."""
+    first, *others = [step for layer in layers for step in layer.steps()]
+    added = first.part(first.norm(hidden), ctx)
+    for step in others:
+        normed, hidden = step.norm.after(hidden, added)
+        added = step.part(normed, ctx)
+    return BeforeSum(hidden, added)
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:

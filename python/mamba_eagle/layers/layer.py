@@ -93,9 +93,13 @@ class Residual(NamedTuple):
 
     def made(self, hidden: Tensor, ctx: Any) -> Tensor:
         """What is added, not yet scaled."""
-        normed = hidden if self.norm is None else self.norm(hidden)
-        made = self.total(self.body(normed, ctx) if self.takes_context else self.body(normed))
+        made = self.total(self.part(hidden if self.norm is None else self.norm(hidden), ctx))
         return made if self.after is None else self.after(made)
+
+    def part(self, normed: Any, ctx: Any) -> Tensor:
+        """The body's output, of a rank a part of the sum."""
+        made: Tensor = self.body(normed, ctx) if self.takes_context else self.body(normed)
+        return made
 
 
 class Total(Layer):

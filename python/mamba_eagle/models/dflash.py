@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.layers.block import PreNormLayer
+from mamba_eagle.layers.block import PreNormLayer, until_last_sum
 from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.embedding import Embedding
@@ -120,11 +120,8 @@ class BlockDraftModel(DraftVocabularyModel):
         [n, hidden_size], which ``lm_head`` reads. ``ctx.attention`` gives each layer its context.
         """
         ctx.rotation = self.rotary(ctx.positions, embedded.device)
-        layers = self._blocks
-        following = [layer.first_norm for layer in layers[1:]] + [self.norm]
-        stream, normed = embedded, layers[0].first_norm(embedded)
-        for layer, norm in zip(layers, following, strict=True):
-            normed, stream = norm.after(*layer.before_sum(stream, normed, ctx))
+        normed, _ = self.norm.after(*until_last_sum(self._blocks, embedded, ctx))
+        assert isinstance(normed, Tensor)
         return normed
 
     def logits(self, hidden: Tensor, lm_head: Head) -> Tensor:

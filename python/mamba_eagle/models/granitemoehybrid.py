@@ -36,7 +36,8 @@ class GraniteLayer(PreNormLayer):
         return PackedGatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
-        return () if self.has_experts else self.both_residuals(self.residual_multiplier)
+        scale = self.residual_multiplier
+        return () if self.has_experts else tuple(s._replace(scale=scale) for s in self.steps())
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         norm, mixer, mlp_norm, mlp = self.parts

@@ -4,13 +4,10 @@ they add instead of what they read."""
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from mamba_eagle.layers.block import LayerNames, PreNormLayer
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.block import LayerNames, PreNormLayer, ResidualLayer
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.layer import Layer, Residual, Total
+from mamba_eagle.layers.layer import Residual, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
@@ -87,10 +84,10 @@ class OlmoDeltaLayer(PreNormLayer):
         return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
-        return self.both_residuals()
+        return self.steps()
 
 
-class OlmoAttentionLayer(Layer):
+class OlmoAttentionLayer(ResidualLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
@@ -102,17 +99,15 @@ class OlmoAttentionLayer(Layer):
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.total = Total()
 
-    def residuals(self) -> tuple[Residual, ...]:
+    def steps(self) -> tuple[Residual, ...]:
         mlp = (self.mlp, self.total)
         return (
             Residual(None, self.self_attn, self.total, after=self.post_attention_layernorm),
             Residual(None, *mlp, takes_context=False, after=self.post_feedforward_layernorm),
         )
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        mixed = self.total(self.self_attn(hidden, ctx))
-        hidden = hidden + self.post_attention_layernorm(mixed)
-        return hidden + self.post_feedforward_layernorm(self.total(self.mlp(hidden)))
+    def residuals(self) -> tuple[Residual, ...]:
+        return self.steps()
 
 
 class OlmoHybridForCausalLM(CausalLM):

@@ -120,7 +120,7 @@ class QwenLayer(PreNormLayer):
         return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def residuals(self) -> tuple[Residual, ...]:
-        return self.both_residuals()
+        return self.steps()
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.block import until_last_sum
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -48,7 +49,7 @@ class QwenMtpHead(Layer):
         own, layer = self.mtp, self.mtp.layers[0]
         both = [own.pre_fc_norm_embedding(embeddings), own.pre_fc_norm_hidden(hidden)]
         hidden = own.fc(torch.cat(both, dim=-1))
-        hidden, added = layer.before_sum(hidden, layer.input_layernorm(hidden), ctx)
+        hidden, added = until_last_sum([layer], hidden, ctx)
         return own.norm(hidden + layer.total(added))
 
     def target(self, name: str) -> Target | None:
