@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -44,6 +44,7 @@ from mamba_eagle.cluster.replica import (
     free_port,
 )
 from mamba_eagle.cluster.scores import IMBALANCE
+from mamba_eagle.config import from_arguments
 
 log = logging.getLogger("mamba_eagle.cluster")
 READY_SECONDS = 900.0  # loading a large model takes minutes
@@ -244,14 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in SHORT_HOPS.items():
         os.environ.setdefault(name, value)
     ray.init(address=given.address or None, include_dashboard=False, log_to_driver=True)
-    config = ClusterConfig(
-        server_flags=tuple(arguments[split + 1 :]),
-        num_replicas=given.num_replicas,
-        max_replicas=given.max_replicas,
-        gpus_per_replica=given.gpus_per_replica,
-        cpus_per_replica=given.cpus_per_replica,
-        router=given.router,
-    )
+    config: ClusterConfig = from_arguments(ClusterConfig, given)
+    config = replace(config, server_flags=tuple(arguments[split + 1 :]))
     serve.start(http_options={"host": given.host, "port": given.port})
     try:
         serve.run(build_app(config), name="mamba-eagle")
@@ -268,16 +263,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [options] -- [server flags]", description="Replicas on Ray Serve."
+        usage="%(prog)s [options] -- [server flags]",
+        description="Replicas on Ray Serve.",
+        argument_default=argparse.SUPPRESS,  # ClusterConfig has the defaults
     )
     add = parser.add_argument
-    add("--num-replicas", type=int, default=1, metavar="N")
-    add("--max-replicas", type=int, default=0, metavar="N", help="scale up to this many under load")
+    add("--num-replicas", type=int, metavar="N")
+    add("--max-replicas", type=int, metavar="N", help="scale up to this many under load")
     add("--gpus-per-replica", type=float, metavar="F", help="default: 1 where there are GPUs")
-    add("--cpus-per-replica", type=float, default=1.0, metavar="F")
+    add("--cpus-per-replica", type=float, metavar="F")
     add(
         "--router",
-        default="auto",
         metavar="|".join(ROUTERS),
         help="events: to the replica whose cache has most of the prompt, unless it has much more "
         "to do than others (mamba-eagle[events]); prefix: to the one that has seen the prompt's "
