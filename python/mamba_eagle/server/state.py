@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import time
@@ -11,7 +10,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
@@ -22,7 +20,6 @@ from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.constrain.trials import Tokens
 from mamba_eagle.core import shown
-from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.message import (
     Done,
@@ -183,12 +180,9 @@ class ServerState:
         """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be
         read."""
         try:
-            if is_gguf(self.config.model_path):
-                return read_values(self.config.model_path)
-            values = json.loads((Path(self.config.model_path) / "config.json").read_bytes())
+            return read_values(self.config.model_path)
         except (OSError, ValueError):
             return {}
-        return values if isinstance(values, dict) else {}
 
     @cached_property
     def chat(self) -> ChatFormat:
