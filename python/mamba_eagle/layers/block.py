@@ -40,10 +40,12 @@ class ResidualLayer(Layer):
 
 
 class Block(ResidualLayer):
-    """``hidden + mixer(norm(hidden))``; ``kind`` is recurrent, attention, mlp or moe."""
+    """``hidden + mixer(norm(hidden))``, whose mixer may be an MLP or experts."""
 
-    def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        kind = config.blocks[layer]
+        index = config.places_before(layer, kind)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer: nn.Module
         if kind == "recurrent":
@@ -166,14 +168,6 @@ def until_last_sum(
         normed, hidden = step.norm.after(hidden, added)
         added = step.part(normed, ctx)
     return BeforeSum(hidden, added)
-
-
-def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of ``config.blocks``, each with its place among the layers of its kind."""
-    return nn.ModuleList(
-        Block(kind, config, config.places_before(layer, kind))
-        for layer, kind in enumerate(config.blocks)
-    )
 
 
 def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:

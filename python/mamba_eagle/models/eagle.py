@@ -1,9 +1,9 @@
 """The EAGLE draft head (EAGLE-1 and 2: arXiv 2401.15077, 2406.16858), for targets of any family."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mamba_eagle.layers.block import make_blocks, run_layers
+from mamba_eagle.layers.block import Block, run_layers
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -25,7 +25,7 @@ class EagleHead(Layer):
         super().__init__()
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=True)
-        self.layers = make_blocks(config)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(len(config.blocks)))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:

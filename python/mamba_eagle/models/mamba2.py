@@ -3,7 +3,7 @@ and in that of transformers."""
 
 from typing import Any
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import Block
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import model_config, only, time_step_limit
@@ -13,10 +13,8 @@ class Mamba2ForCausalLM(CausalLM):
     """transformers writes ``backbone.embeddings``, state-spaces ``backbone.embedding``."""
 
     names = Names("backbone", "embeddings", "norm_f")
+    layer_class = Block
     renamed = {"backbone.embedding.": "backbone.embeddings."}
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, list(make_blocks(config)))
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

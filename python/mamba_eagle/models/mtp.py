@@ -48,10 +48,7 @@ class MtpHead(Layer):
         self.config = config
         self.num_modules = num_modules(config)
         size, eps = config.hidden_size, config.norm_eps
-        blocks = [
-            MtpBlock(kind, config, config.blocks[:i].count(kind))
-            for i, kind in enumerate(config.blocks)
-        ]
+        blocks = [MtpBlock(config, layer) for layer in range(len(config.blocks))]
         self.length = len(blocks) // self.num_modules
         for first in blocks[:: self.length]:
             first.enorm = RMSNorm(size, eps)

@@ -8,7 +8,7 @@ drafter (mtp.py).
 import re
 from typing import Any
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import Block
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
@@ -43,12 +43,10 @@ class NemotronHForCausalLM(CausalLM):
     """Parameters have their published names (``backbone.layers.N.mixer…``)."""
 
     names = Names("backbone", "embeddings", "norm_f")
+    layer_class = Block
     skipped = ("mtp.",)
     place = staticmethod(expert_place)
     late_sums = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, list(make_blocks(config)))
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

@@ -24,7 +24,7 @@ def block(kind: str) -> Block:
     config = ModelConfig(
         "EagleHead", "", 9, SIZE, (kind,), 1e-5, MAMBA, ATTENTION, 48, LENGTH, (), raw={}
     )
-    return Block(kind, config, 0)
+    return Block(config, 0)
 
 
 def rotary_block(kind: str) -> Block:
