@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from server_harness import TOKENIZER, listening, run, says, serving, silent
 from tiny_tokenizer import spell
 
+from mamba_eagle.chat.parse import PlainParser
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import Abort, Generate, Outputs
+from mamba_eagle.server.apis.openai.parts import Written
 from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
@@ -191,3 +195,17 @@ def test_others_are_served_while_many_samples_have_news() -> None:
         assert taken == 100 and turns > 3
 
     run(test())
+
+
+def test_a_sample_that_ends_while_its_news_are_sent_has_its_text_in_one_part() -> None:
+    """A client that reads slowly: the end comes between two events."""
+    texts = iter(("some", " text"))
+    sample = SimpleNamespace(finish=None, new_text=lambda: next(texts))
+    job: Any = SimpleNamespace(samples=[sample], make_parser=PlainParser)
+    written, told = Written(job), []
+    for _ in range(2):
+        for news in written.news():
+            told.append(news.what)
+            sample.finish = FinishReason(kind="stop")
+    assert told == ["opened", "more", "more", "closed"]
+    assert [part.text for part in written.parts] == ["some text"]

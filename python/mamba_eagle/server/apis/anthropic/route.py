@@ -116,7 +116,7 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
 
 
 def _stop(written: Written) -> dict[str, Any]:
-    finish = written.finish
+    finish = written.sample.finish
     assert finish is not None
     matched = finish.matched if isinstance(finish.matched, str) else None
     return {"stop_reason": _reason(finish, written.has_calls()), "stop_sequence": matched}
@@ -132,11 +132,12 @@ def _reason(finish: FinishReason, has_calls: bool) -> str:
 
 def _usage(written: Written) -> dict[str, Any]:
     """Anthropic counts what came from the cache apart from the rest of the input."""
+    sample, cached = written.sample, written.sample.last.cached_tokens
     return {
-        "input_tokens": written.prompt_tokens - written.cached_tokens,
+        "input_tokens": len(sample.prompt.token_ids) - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": written.cached_tokens,
-        "output_tokens": written.output_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens": len(sample.output_ids),
     }
 
 

@@ -17,7 +17,6 @@ from fastapi import Request, Response
 from mamba_eagle.chat.family import CALLS, REASONING
 from mamba_eagle.chat.live_calls import ArgumentsPiece
 from mamba_eagle.chat.parse import TextPiece
-from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.openai.body import OpenAIJob
 from mamba_eagle.server.apis.sse import EventStream, choice_error, updates, wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
@@ -57,22 +56,6 @@ class Written:
         self._parser = job.make_parser()
         self._open: Part | None = None
 
-    @property
-    def finish(self) -> FinishReason | None:
-        return self.sample.finish
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.sample.prompt.token_ids)
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.sample.last.cached_tokens
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.sample.output_ids)
-
     def has_calls(self) -> bool:
         return any(part.field == CALLS for part in self.parts)
 
@@ -81,11 +64,12 @@ class Written:
         text = "".join(part.text for part in self.parts if part.field == REASONING)
         if text:
             tokens = await asyncio.to_thread(tokenizer.encode, text, False)
-            self.reasoning_tokens = min(len(tokens), self.output_tokens)
+            self.reasoning_tokens = min(len(tokens), len(self.sample.output_ids))
 
     def news(self) -> Iterator[News]:
         """What is new since the last call."""
-        for piece in self._parser.read(self.sample.new_text(), self.finish is not None):
+        finish = self.sample.finish
+        for piece in self._parser.read(self.sample.new_text(), finish is not None):
             if isinstance(piece, TextPiece):
                 if self._open is None or self._open.field != piece.field:
                     yield from self._close()
@@ -97,9 +81,9 @@ class Written:
                 yield from self._close()
                 yield self._begin(CALLS, piece.name)
                 yield from self._add_arguments(piece.arguments, piece.is_whole)
-        if self.finish is not None:
+        if finish is not None:
             if self._open is not None:
-                self._open.cut = self.finish.kind == "length"
+                self._open.cut = finish.kind == "length"
             yield from self._close()
 
     def _begin(self, field: str, name: str = "") -> News:

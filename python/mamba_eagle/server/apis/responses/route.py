@@ -56,7 +56,8 @@ class ResponsesReply(PartReply):
         self._sent = 0  # events
 
     def whole(self, written: Written) -> dict[str, Any]:
-        is_cut = written.finish is not None and written.finish.kind == "length"
+        finish = written.sample.finish
+        is_cut = finish is not None and finish.kind == "length"
         whole = self._response(
             "incomplete" if is_cut else "completed",
             [_item(part) for part in written.parts],
@@ -157,12 +158,14 @@ def _item(part: Part) -> dict[str, Any]:
 
 
 def _usage(written: Written) -> dict[str, Any]:
+    sample, cached = written.sample, written.sample.last.cached_tokens
+    given, made = len(sample.prompt.token_ids), len(sample.output_ids)
     return {
-        "input_tokens": written.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": written.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": written.output_tokens,
+        "input_tokens": given,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": made,
         "output_tokens_details": {"reasoning_tokens": written.reasoning_tokens},
-        "total_tokens": written.prompt_tokens + written.output_tokens,
+        "total_tokens": given + made,
     }
 
 
