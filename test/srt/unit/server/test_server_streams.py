@@ -15,6 +15,7 @@ from tiny_tokenizer import spell
 from mamba_eagle.chat.parse import PlainParser
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import Abort, Generate, Outputs
+from mamba_eagle.server.apis.openai.choice import ChatChoice
 from mamba_eagle.server.apis.openai.parts import Written
 from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
@@ -197,15 +198,32 @@ def test_others_are_served_while_many_samples_have_news() -> None:
     run(test())
 
 
-def test_a_sample_that_ends_while_its_news_are_sent_has_its_text_in_one_part() -> None:
-    """A client that reads slowly: the end comes between two events."""
+def job_of_two_words() -> Any:
     texts = iter(("some", " text"))
-    sample = SimpleNamespace(finish=None, new_text=lambda: next(texts))
-    job: Any = SimpleNamespace(samples=[sample], make_parser=PlainParser)
+    news = {"new_text": lambda: next(texts), "input_logprobs": [], "logprobs": [], "traces": []}
+    sample = SimpleNamespace(finish=None, index=0, **news)
+    body = SimpleNamespace(return_meta_info=False, prompt_logprobs=None)
+    rest = {"make_parser": PlainParser, "echoes": (), "logprobs": None}
+    return SimpleNamespace(samples=[sample], body=body, **rest)
+
+
+def test_a_chat_that_ends_while_its_news_are_sent_says_so_once() -> None:
+    """A client that reads slowly: the end comes between two events."""
+    job = job_of_two_words()
+    choice, told = ChatChoice(job.samples[0], None, job), []  # type: ignore[arg-type]
+    for _ in range(2):
+        for piece in choice.pieces():
+            told.append((piece["delta"].get("content"), piece["finish_reason"]))
+            job.samples[0].finish = FinishReason(kind="stop")
+    assert told == [("", None), ("some", None), (" text", None), (None, "stop")]
+
+
+def test_a_sample_that_ends_while_its_news_are_sent_has_its_text_in_one_part() -> None:
+    job = job_of_two_words()
     written, told = Written(job), []
     for _ in range(2):
         for news in written.news():
             told.append(news.what)
-            sample.finish = FinishReason(kind="stop")
+            job.samples[0].finish = FinishReason(kind="stop")
     assert told == ["opened", "more", "more", "closed"]
     assert [part.text for part in written.parts] == ["some text"]

@@ -197,8 +197,10 @@ class ChatChoice(Choice):
         return self.prompt_logprobs()
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        # taken first: the meta_info of a sample that has ended takes what is left of it
+        # taken first: the meta_info of a sample that has ended takes what is left of it, and it may
+        # end while these are sent
         new, logprobs = self._new_pieces(), self._new_logprobs()
+        has_ended = self.sample.finish is not None
         if not self._begun:
             self._begun = True
             first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
@@ -210,7 +212,7 @@ class ChatChoice(Choice):
             piece = self._choice(delta=delta, logprobs=logprobs)
             logprobs = None
             yield {**piece, "finish_reason": None}
-        if self.sample.finish is not None:
+        if has_ended:
             yield self._choice(delta={}, logprobs=None)
 
     def _new_pieces(self) -> list[Piece]:
