@@ -174,11 +174,6 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint must contain: parameters, and buffers such as a head's token map."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def place_of(model: nn.Module, name: str) -> Target | None:
     """Where a checkpoint's tensor goes; None if it is not needed."""
     if name.endswith(UNUSED):
@@ -190,7 +185,7 @@ def place_of(model: nn.Module, name: str) -> Target | None:
 def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
     """Every name that is missing, unexpected, or of the wrong shape or dtype. The model may be on
     the meta device."""
-    rooms = tensors_of(model)
+    rooms = Rooms(model).tensors
     seen: dict[str, set[Slice]] = {}
     wrong: list[str] = []
     for name, found in stored.items():

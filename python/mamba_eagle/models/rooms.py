@@ -17,7 +17,7 @@ ON_HOST, ON_GPU = ("int8", "int4"), ("fp8", "nvfp4")  # --quantization, by what 
 
 
 class Rooms:
-    """A model's parameters and buffers while they are filled.
+    """A model's parameters and buffers, such as a head's token map, while they are filled.
 
     Weights that came late are allocated as they are filled, on ``device``.
     """
