@@ -31,7 +31,7 @@ class ResidualLayer(Layer):
 
     @abstractmethod
     def steps(self) -> tuple[Residual, ...]:
-        """One after the other. Programs compute those that ``residuals`` names as well."""
+        """What ``forward`` adds, one after the other."""
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         for step in self.steps():

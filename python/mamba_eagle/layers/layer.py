@@ -53,8 +53,8 @@ class Layer(nn.Module):
         serving."""
 
     def residuals(self) -> tuple[Residual, ...]:
-        """What ``forward(hidden, ctx)`` of a decoder layer consists of, one after the other; none
-        if it is more than that."""
+        """What ``forward(hidden, ctx)`` of a decoder layer adds, one after the other, where that is
+        all and programs may compute it instead; else none."""
         return ()
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
