@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
@@ -54,6 +55,10 @@ class Attention(Layer):
         if qkv is not None:
             qkv.prepare(ops)
             self._qkv = [qkv]
+
+    def rehearse(self, device: torch.device) -> None:
+        for qkv in self._qkv:
+            qkv.rehearse(device)
 
     @property
     def qkv(self) -> Linear | None:

@@ -1,5 +1,6 @@
 """Feed-forward layers, plain and gated: ``down(silu(gate(x)) * up(x))``."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,6 +58,10 @@ class GatedMLP(Layer):
         if both is not None:
             both.prepare(ops)
             self._both = [both]
+
+    def rehearse(self, device: torch.device) -> None:
+        for both in self._both:
+            both.rehearse(device)
 
     @property
     def products(self) -> tuple[Linear | None, Linear]:

@@ -54,11 +54,14 @@ from mamba_eagle.kernels.recurrence import gluon_verify as recurrence
 from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.layers.adapters import AdapterSize, reading
+from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.block_attention import block_mask
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.model_config import MoEConfig
+from mamba_eagle.model_config import AttentionConfig, MoEConfig
 from mamba_eagle.runner import loading
 from mamba_eagle.runner.compilations import Compilations
 from mamba_eagle.tree.shapes import step_shapes
@@ -283,6 +286,28 @@ def test_rows_with_adapters_ask_for_no_other_kernels_of_experts(
             with reading(torch.zeros(tokens, dtype=torch.int64)):
                 layer(torch.zeros(tokens, size).bfloat16())
         assert names(set(run.builds) - known) == []
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_products_of_several_projections_ask_for_no_kernel_that_they_did_not_rehearse(
+    hopper: None, kind: str
+) -> None:
+    """Even if no other layer's product has a bias, or as many rows."""
+    cpu, size = torch.device("cpu"), 64
+    layer: Layer
+    if kind == "mlp":
+        layer = GatedMLP(size, 1024, bias=True)
+    else:
+        layer = Attention(AttentionConfig(64, 32, 16, bias=True), size, 0)
+    prepare_for_inference(layer.bfloat16().requires_grad_(False), TritonOps())
+    joined = layer.products[0] if isinstance(layer, GatedMLP) else layer.qkv
+    assert joined is not None
+    with dry_run() as run:
+        layer.rehearse(cpu)
+        known = set(run.builds)
+        for tokens in (1, 2, 20, 40, 64, 65, 300):
+            joined(torch.zeros(tokens, size).bfloat16())
+        assert names(set(run.builds) - known) == [] and known
 
 
 OVERLOADS = """
