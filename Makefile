@@ -93,7 +93,7 @@ $(BIN)/python:
 			exec "$$python" -m venv $(VENV); \
 		fi; \
 	done; \
-	echo "No usable Python among: $(PYTHONS)." >&2; \
+	echo "No usable Python among: $(subst ",,$(PYTHONS))." >&2; \
 	echo "It must be 3.10 or newer and have venv; on Debian and Ubuntu:" >&2; \
 	echo "  apt-get install python3-venv" >&2; \
 	echo "or name another one: make PYTHON=/path/to/python" >&2; \

@@ -73,8 +73,8 @@ class Settings:
                 if isinstance(text, str) and not is_unicode(text):
                     odd.setdefault(text, flag_of(spec.name))
         return [
-            f"{flag} {text!r}: must be UTF-8, and so must be the locale if there are other letters "
-            "than those of ASCII (LC_ALL=C.UTF-8)"
+            f"{flag} {'…' if flag.endswith('api-key') else repr(text)}: is not UTF-8; with letters "
+            "beyond ASCII the locale must be UTF-8, too (LC_ALL=C.UTF-8)"
             for text, flag in odd.items()
         ] + [
             f"{flag_of(spec.name)} {value}: must be {minimum} or more"

@@ -129,7 +129,7 @@ class HttpSettings(Settings):
         15.0, "seconds of silence after which a stream gets a comment; 0: never"
     )
     shutdown_timeout: float = setting(
-        30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
+        30.0, "seconds that open requests have to finish after SIGTERM, SIGHUP or Ctrl-C"
     )
     ready_timeout: float = setting(
         10.0, "seconds without a sign of life from a process until /ready is 503; 0: never"

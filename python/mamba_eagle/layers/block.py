@@ -31,7 +31,7 @@ class ResidualLayer(Layer):
 
     @abstractmethod
     def steps(self) -> tuple[Residual, ...]:
-        """What ``forward`` adds, one after the other."""
+        """What ``forward`` adds, one after the other, unless a family overrides it."""
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         for step in self.steps():
@@ -92,7 +92,7 @@ class LayerParts(NamedTuple):
 
 class PreNormLayer(ResidualLayer):
     """A mixer and then an MLP, each of a norm of the residual stream, under a family's names. A
-    family overrides how those are made of which it has its own."""
+    family overrides ``new_attention``, ``new_recurrent`` or ``new_mlp`` where it has its own."""
 
     names = LayerNames()
 
@@ -161,7 +161,8 @@ def until_last_sum(
     layers: Sequence[ResidualLayer], hidden: Tensor, ctx: ForwardContext
 ) -> BeforeSum:
     """Some layers in a row, but for their last sum. Each sum is left to the norm that comes next,
-    which may have a kernel for both."""
+    which may have a kernel for both. Steps have a norm, and neither a scale nor a norm after the
+    sum."""
     first, *others = [step for layer in layers for step in layer.steps()]
     added = first.part(first.norm(hidden), ctx)
     for step in others:

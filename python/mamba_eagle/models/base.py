@@ -91,7 +91,8 @@ class CausalLM(Layer):
 
     A family gives ``layer_class`` or its layers, ``names``, and what differs in its checkpoints:
     ``renamed``, ``skipped``, ``place``. It may set ``embedding_scale`` and ``logits_scale``, and
-    ``late_sums`` if all its layers are ``ResidualLayer``s, or override ``run_layers``.
+    ``late_sums`` if its layers' ``forward`` is that of ``ResidualLayer``, with steps of a norm and
+    a body alone, or override ``run_layers``.
 
     If ``config.stage`` says so it has only some layers, and hands what they make to the next stage.
     """

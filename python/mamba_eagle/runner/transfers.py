@@ -47,8 +47,8 @@ class Member(NamedTuple):
 
 
 class Transfers:
-    """Each has a thread of its own, which may wait for a trainer that never comes, while all else
-    goes on."""
+    """Calls of trainers. Each has a thread of its own, which may wait for a trainer that never
+    comes, while all else goes on."""
 
     def __init__(self, member: Member) -> None:
         self.member = member

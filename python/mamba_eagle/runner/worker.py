@@ -218,8 +218,8 @@ class Worker:
         return AdapterRead(number=number, problem=problem)
 
     def _next(self) -> ToRunner | None:
-        """The next message; None if the oldest launched step is done before one comes, if a
-        grammar may be, or if the next plan's launch can wait for those after it."""
+        """The next message; None if the oldest launched step is done before one comes, if work
+        beside the steps may be, or if the next plan's launch can wait for those after it."""
         if not self.received and (message := self._wait()) is not None:
             self.received.append(message)
         while self._drafts_ahead and (message := self.plans.receive(timeout_ms=0)):

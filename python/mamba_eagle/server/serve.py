@@ -148,7 +148,8 @@ class HttpLaunch(Launch):
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup makes it
             numbers.append(signal.SIGHUP)
         for number in numbers:
-            loop.add_signal_handler(number, self._stop)
+            hung_up = number == signal.SIGHUP
+            loop.add_signal_handler(number, self._hang_up if hung_up else self._stop)
         try:
             return await super().run()
         finally:
@@ -168,6 +169,12 @@ class HttpLaunch(Launch):
             self.drain = asyncio.get_running_loop().create_task(self._drain())
         else:
             self.end(Ending(0, ""))
+
+    def _hang_up(self) -> None:
+        """The terminal was closed. A shell passes SIGHUP on, and the kernel sends another as the
+        shell ends: the second says nothing new."""
+        if self.drain is None:
+            self._stop()
 
     def account_of(self, child: Child) -> str:
         """What a refusal said stands just above, unless another node reads it."""

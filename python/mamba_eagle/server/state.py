@@ -177,8 +177,8 @@ class ServerState:
         return Infill.of(tokenizer) if tokenizer is not None else None
 
     def model_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be
-        read."""
+        """The checkpoint's config.json as ``read_values`` completes it, or what a GGUF file has in
+        its place; {} if it cannot be read."""
         try:
             return read_values(self.config.model_path)
         except (OSError, ValueError):

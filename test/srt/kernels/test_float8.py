@@ -284,7 +284,7 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
     if not GPU:
         tiles = [triton_prompts.Tiles(32, 16, 4, 2), triton_prompts.Tiles(32, 16, 4, 2, 2)]
         configs = [triton.Config(32, 16, 4, 2)]
-    sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 176}
+    sizes = {"tokens": 40 * len(tiles), "rows": 113 * len(tiles), "columns": 304}
     x, weight, scale, bias = draw(PRODUCTS[case]._replace(**sizes))
     given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
     wanted = triton.product(moved(x, device), *given, torch.float32, block, configs[0])

@@ -96,8 +96,8 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         (
             "model_path",
             "/m\udcff",
-            "--model-path '/m\\udcff': must be UTF-8, and so must be the locale if there are other "
-            "letters than those of ASCII (LC_ALL=C.UTF-8)",
+            "--model-path '/m\\udcff': is not UTF-8; with letters beyond ASCII the locale must be "
+            "UTF-8, too (LC_ALL=C.UTF-8)",
         ),
         ("port", 0, "--port 0: must be between 1 and 65535"),
         ("port", 65536, "--port 65536: must be between 1 and 65535"),

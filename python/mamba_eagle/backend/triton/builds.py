@@ -187,7 +187,8 @@ def main() -> None:
 
     Not of multiprocessing, whose processes would run the parent's main script once more.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when this process ends
+    # The parent decides when this process ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(os.getppid())
     torch.set_num_threads(1)

@@ -44,9 +44,10 @@ GROUP = tl.constexpr(8)  # programs side by side along the tokens
 
 
 def choose_tiles(n: int, rows: int, blocks: bool) -> Tiles:
-    """For Hopper, of five forms that which takes least for the products of a dense 9B; with scales
-    of ``blocks`` of 56, for those of Qwen3.6-27B. Alone the second is faster at 8,192 tokens,
-    too, but a whole pass is bound by power: 123 ms, here 119."""
+    """For Hopper: of five forms the one that takes least for the products of a dense 9B. That of up
+    to 4,096 tokens is faster at 8,192, too, if it runs alone, but a whole pass is bound by power:
+    123 ms, here 119. With scales of ``blocks``: of 56 forms, for the products of Qwen3.6-27B.
+    rows: of the weight."""
     if blocks:
         if n > 256:
             return Tiles(128, 128, 8, 3, 2)

@@ -214,6 +214,7 @@ def test_a_chat_that_ends_while_its_news_are_sent_says_so_once() -> None:
     for _ in range(2):
         for piece in choice.pieces():
             told.append((piece["delta"].get("content"), piece["finish_reason"]))
+            assert ("matched_stop" in piece) == (piece["finish_reason"] is not None)
             job.samples[0].finish = FinishReason(kind="stop")
     assert told == [("", None), ("some", None), (" text", None), (None, "stop")]
 

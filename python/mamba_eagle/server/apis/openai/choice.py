@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
 from mamba_eagle.chat.parse import Piece, TextPiece
+from mamba_eagle.core import FinishReason
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.generate.route import Reply, step_dict
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
@@ -96,8 +97,8 @@ class Choice(ABC):
         self._logprobs = {name: JsonList() for name in self.lists}
         return {name: items.raw() for name, items in lists.items()}
 
-    def _choice(self, **content: Any) -> dict[str, Any]:
-        finish = self.sample.finish
+    def _choice(self, finish: FinishReason | None, **content: Any) -> dict[str, Any]:
+        """finish: of the sample, where its last words are said, or all."""
         choice = {
             "index": self.index,
             **content,
@@ -142,7 +143,8 @@ class CompletionChoice(Choice):
 
     def _piece(self) -> dict[str, Any]:
         echo, self._echo = self._echo, ""
-        piece = self._choice(text=echo + self.sample.new_text(), logprobs=self._new_logprobs())
+        text, logprobs = echo + self.sample.new_text(), self._new_logprobs()
+        piece = self._choice(self.sample.finish, text=text, logprobs=logprobs)
         if self._body.return_token_ids:
             ids = self.sample.output_ids
             piece["prompt_token_ids"] = self.sample.prompt.token_ids
@@ -191,29 +193,31 @@ class ChatChoice(Choice):
                     message[name] = (message.get(name) or "") + text
         if message["content"] is None and not self._calls:
             message["content"] = ""
-        return self._choice(message=message, logprobs=self._new_logprobs())
+        logprobs = self._new_logprobs()
+        return self._choice(self.sample.finish, message=message, logprobs=logprobs)
 
     def of_reply(self) -> dict[str, Any]:
         return self.prompt_logprobs()
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        # taken first: the meta_info of a sample that has ended takes what is left of it, and it may
-        # end while these are sent
+        # All at once: the sample may end while they are sent, and one that was made then would take
+        # its last logprobs along.
+        return iter(list(self._pieces()))
+
+    def _pieces(self) -> Iterator[dict[str, Any]]:
+        # taken first: the meta_info of a sample that has ended takes what is left of it
         new, logprobs = self._new_pieces(), self._new_logprobs()
-        has_ended = self.sample.finish is not None
         if not self._begun:
             self._begun = True
-            first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
-            yield {**first, "finish_reason": None}
+            yield self._choice(None, delta={"role": "assistant", "content": ""}, logprobs=None)
         deltas = [self._delta(piece) for piece in new if _says_something(piece)]
         if not deltas and (logprobs or self._has_new_steps):
             deltas = [{"content": ""}]
         for delta in deltas:
-            piece = self._choice(delta=delta, logprobs=logprobs)
+            yield self._choice(None, delta=delta, logprobs=logprobs)
             logprobs = None
-            yield {**piece, "finish_reason": None}
-        if has_ended:
-            yield self._choice(delta={}, logprobs=None)
+        if self.sample.finish is not None:
+            yield self._choice(self.sample.finish, delta={}, logprobs=None)
 
     def _new_pieces(self) -> list[Piece]:
         return self._parser.read(self.sample.new_text(), self.sample.finish is not None)
@@ -228,8 +232,8 @@ class ChatChoice(Choice):
         self._calls += 1
         return {"tool_calls": [_call(piece, index)]}
 
-    def _choice(self, **content: Any) -> dict[str, Any]:
-        choice = super()._choice(**content)
+    def _choice(self, finish: FinishReason | None, **content: Any) -> dict[str, Any]:
+        choice = super()._choice(finish, **content)
         if self._calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         return choice
