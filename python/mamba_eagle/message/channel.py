@@ -66,12 +66,13 @@ def new_socket_dir() -> str:
             [f"no folder for sockets can be made ({error}): set TMPDIR to one that can be written"]
         ) from None
     longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
-    if longest <= MAX_ADDRESS and is_unicode(path):
+    if longest > MAX_ADDRESS:
+        why = f"sockets in it have paths of {longest} bytes, {MAX_ADDRESS} is the limit"
+    elif not is_unicode(path):
+        why = "addresses of sockets are UTF-8, and it is not"
+    else:
         return path
     remove_socket_dir(path)
-    why = f"sockets in it have paths of {longest} bytes, {MAX_ADDRESS} is the limit"
-    if longest <= MAX_ADDRESS:
-        why = "addresses of sockets are UTF-8, and it is not"
     raise ConfigError(
         [f"TMPDIR = {tempfile.gettempdir()!r}: {why}; set TMPDIR to a folder with another path"]
     )

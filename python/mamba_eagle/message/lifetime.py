@@ -45,9 +45,7 @@ def begin(role: str) -> Start:
     parser.add_argument("--rank", type=int, default=0, help="of several runners")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of who starts it")
     arguments = parser.parse_args()
-    # Each may be sent to the whole process group; the server process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stops()
     signal.signal(END_SIGNAL, _end_at_once)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
@@ -55,6 +53,13 @@ def begin(role: str) -> Start:
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
     logs.set_up(config.log_level, config.log_format, role_name(role, arguments.rank))
     return Start(config, arguments.socket_dir, arguments.rank)
+
+
+def ignore_stops() -> None:
+    """SIGINT, SIGTERM and SIGHUP may be sent to the whole process group; the process that started
+    this one decides when it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def module_command(module: str) -> list[str]:

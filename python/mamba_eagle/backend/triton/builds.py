@@ -16,7 +16,6 @@ import importlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -39,7 +38,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.message.lifetime import die_with_parent, module_command
+from mamba_eagle.message.lifetime import die_with_parent, ignore_stops, module_command
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -187,9 +186,7 @@ def main() -> None:
 
     Not of multiprocessing, whose processes would run the parent's main script once more.
     """
-    # The parent decides when this process ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stops()
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
