@@ -24,7 +24,10 @@ from mamba_eagle.kernels.recurrence.naive import fma
 
 PACKAGE = "mamba_eagle.kernels."
 GLUON = "triton.experimental.gluon"
-TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.bool)
+TORCH_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.int32, torch.int64, torch.bool),
+)
 
 
 def exp2(x: Tensor) -> Tensor:
@@ -204,6 +207,11 @@ def _reduce(block: Block, axis: int, combine: Callable[[Block, Block], Block]) -
     return functools.reduce(combine, map(Block, block.value.unbind(axis)))
 
 
+def _product(a: Block, b: Block, total: Block) -> Block:
+    """Of matrices side by side, summed up in float64 and rounded once."""
+    return Block((a.value.double() @ b.value.double() + total.value.double()).float())
+
+
 def _broadcast(a: Block, b: Block) -> tuple[Block, ...]:
     return tuple(map(Block, torch.broadcast_tensors(a.value, b.value)))
 
@@ -266,7 +274,10 @@ vars(LANGUAGE).update(
     full=lambda shape, value, dtype, layout=None: Block(
         torch.full(shape, 0, dtype=dtype.torch) + value_of(value)
     ),
+    cdiv=lambda a, b: -(-a // b),
+    zeros=lambda shape, dtype, layout=None: Block(torch.zeros(shape, dtype=dtype.torch)),
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"), lambda *_: LAYOUT),
+    **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout"), lambda *_: LAYOUT),
     **{
         name: _on_tensors(getattr(torch, name)) for name in ("minimum", "maximum", "rsqrt", "where")
     },
@@ -281,7 +292,7 @@ def _modules() -> dict[str, Any]:
     names = ("triton.experimental", GLUON, f"{GLUON}.language", f"{GLUON}.language.nvidia")
     experimental, gluon, _, nvidia = (ModuleType(name) for name in names)
     ampere: Any = ModuleType(f"{names[-1]}.ampere")
-    vars(ampere)["async_copy"] = _async
+    vars(ampere).update(async_copy=_async, mma_v2=_product)
     vars(gluon).update(jit=_jit, constexpr_function=lambda function: function, language=LANGUAGE)
     vars(experimental)["gluon"] = gluon
     made = dict(zip(names, (experimental, gluon, LANGUAGE, nvidia)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from forms import GPU, TORCH, TRITON, all_in_the_interpreter, device_of
+from gluon_rig import interpreted
 from torch import Tensor
 
 from mamba_eagle.kernels.float8 import naive
@@ -296,13 +297,52 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
         assert torch.equal(found, wanted), config
 
 
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_programs_share_columns(form: str, tokens_first: bool, splits: int) -> None:
+    """Twice, since programs count each other with numbers that stay; of five blocks of columns."""
+    from mamba_eagle.kernels.float8 import triton
+
+    case = ProductCase(20, 72, 592, "group", "block", bias=True)
+    x, weight, scale, bias = draw(case)
+    exact = naive.product(x.values, widened(x._replace(values=torch.ones_like(x.values))),
+        weight, whole(scale, *weight.shape))  # fmt: skip
+    assert bias is not None
+    exact, device = exact + bias.double(), device_of(form)
+    given = (weight.to(device), scale.to(device), bias.to(device))
+    config = triton.Config(32 if GPU else 16, 64 if tokens_first else 32, 4, 2, 0, tokens_first)
+    for blocks in (1, 2):
+        shared = config._replace(blocks=blocks, splits=splits, rows=64 if GPU else 16)
+        found = triton.product(moved(x, device), *given, torch.float32, BLOCK, shared).cpu()
+        assert (found.double() - exact).norm() / exact.norm() < (5e-4 if GPU else 2e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 2, 2), (32, 4, 1), (16, 8, 4)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_products_in_registers(tokens: int, shape: tuple[int, int, int]) -> None:
+    """Five blocks of columns; rows that do not fill the last program."""
+    if GPU:
+        from mamba_eagle.kernels.float8 import gluon
+    else:
+        [gluon] = interpreted("float8.gluon")
+    x, weight, scale, bias = draw(ProductCase(tokens, 72, 640, "group", "block", bias=True))
+    exact = naive.product(x.values, widened(x._replace(values=torch.ones_like(x.values))),
+        weight, whole(scale, *weight.shape))  # fmt: skip
+    assert bias is not None
+    device = "cuda" if GPU else "cpu"
+    given = (weight.to(device), scale.to(device), bias.to(device), torch.float32, BLOCK)
+    found = gluon.product(moved(x, torch.device(device)), *given, gluon.Config(*shape)).cpu()
+    assert (found - exact - bias.double()).norm() / exact.norm() < 2e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [TRITON])
 @pytest.mark.parametrize("tokens", [1, 8, 32, 64, 200])
 @pytest.mark.parametrize("block", [None, (128, 128)], ids=["rows", "blocks"])
 def test_products_at_real_sizes(form: str, tokens: int, block: tuple[int, int] | None) -> None:
     """Every configuration that is chosen, for a wide and a long weight."""
-    from mamba_eagle.kernels.float8 import triton
+    from mamba_eagle.kernels.float8 import gluon, triton
 
     device = device_of(form)
     for rows, columns in ((22656, 4480), (4480, 15680)):
@@ -314,8 +354,11 @@ def test_products_at_real_sizes(form: str, tokens: int, block: tuple[int, int] |
         values = to_e4m3(weight / (scale if block is None else 0.01))
         wide = values.float() * (scale if block is None else 0.01)
         exact = widened(x).double() @ wide.double().t()
-        found = triton.product(x, values, scale, None, torch.bfloat16, block)
-        assert (found.double() - exact).norm() / exact.norm() < 3e-3
+        given = (x, values, scale, None, torch.bfloat16)
+        found = [triton.product(*given, block)]
+        found += [gluon.product(*given, block)] if block else []
+        for each in found:
+            assert (each.double() - exact).norm() / exact.norm() < 3e-3
 
 
 @pytest.mark.gpu

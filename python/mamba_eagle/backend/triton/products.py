@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from mamba_eagle.kernels.float8 import gluon as few_blocks
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
 from mamba_eagle.kernels.four_bit import gluon as few_tokens
@@ -84,10 +85,17 @@ def scales_blocks(values: Tensor) -> bool:
 
 class Float8Product(MatrixProduct):
     """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
-    library for more, which scales or leaves that to us. Of blocks: the Triton kernel; for many
-    tokens cuBLASLt, where it has such products."""
+    library for more, which scales or leaves that to us. Of blocks: kernels for very few and for few
+    tokens; for many cuBLASLt, where it has such products."""
 
-    sizes: tuple[int, ...] = (16, 32, FEW_TOKENS, FEW_TOKENS + 1, MAX_SCALED_AFTER + 1)
+    sizes: tuple[int, ...] = (
+        few_blocks.MAX_TOKENS,
+        16,
+        32,
+        FEW_TOKENS,
+        FEW_TOKENS + 1,
+        MAX_SCALED_AFTER + 1,
+    )
 
     def __init__(self, matrix: Float8Matrix, dtype: torch.dtype) -> None:
         assert matrix.rounding is not None
@@ -119,7 +127,7 @@ class Float8Product(MatrixProduct):
             y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)[:n]
             return y if bias is None else y + bias
         if self.block is not None:
-            return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
+            return few_blocks.product(given, self.weight, self.scale, bias, self.dtype, self.block)
         if given.scale.numel() == 1 and self.scale.numel() == 1:
             return self._library(given, given.scale, self.scale, bias, self.dtype)
         if n <= FEW_TOKENS:

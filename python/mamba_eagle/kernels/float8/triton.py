@@ -7,6 +7,7 @@ of each 128 columns, for which more than a few tokens are better the first facto
 needs the scales of two of them.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ def warps_of_row(block: int) -> int:
 
 
 class Config(NamedTuple):
-    """How a product is divided; the result does not depend on it."""
+    """How a product is divided; but for ``splits`` the result does not depend on it."""
 
     rows: int  # of the weight, per program: a power of two
     tokens: int  # per program: a power of two, at least 16
@@ -153,6 +154,7 @@ class Config(NamedTuple):
     ahead: int = 0  # as in kernels/linear
     tokens_first: bool = False  # with scales of blocks: the factor with at least 64 numbers
     blocks: int = 2  # of columns per iteration, with scales of blocks
+    splits: int = 1  # programs that share the columns then, which decides the result's bits
 
 
 # columns of an iteration, which are summed up in the tensor cores before they are added
@@ -285,6 +287,8 @@ def _block_kernel(
     scale,  # [out blocks, blocks_in]
     bias,  # [out], or None
     y,  # [n, out]
+    parts,  # [SPLITS, n, out] float32, written if there is more than one
+    arrived,  # int32 zeros for each program of a split, and zeros again afterwards
     n,
     out,
     columns,
@@ -297,11 +301,13 @@ def _block_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr,  # of columns, an iteration
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Some blocks an iteration, whose scales were loaded in the one before: a sum of 128 columns is
-    short, and everything between two iterations is waited for."""
+    short, and everything between two iterations is waited for. Of the programs that share columns
+    the last one that comes adds up their parts, in order."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -315,24 +321,41 @@ def _block_kernel(
     scales = scale + first // BLOCK_OUT * blocks_in
     own = x_scale + tl.minimum(token, n - 1) * x_scale_stride
     group_stride = x_group_stride if GROUPED else None
+    share = tl.cdiv(tl.cdiv(blocks_in, BLOCKS), SPLITS) * BLOCKS
+    begin = tl.program_id(2) * share
+    end = tl.minimum((begin + share) * PRECISE, columns)
     previous_done(OVERLAP)
-    given = scales_of(scales, own, group_stride, 0, blocks_in, BLOCKS)
-    for at in tl.range(0, columns, BLOCKS * PRECISE, num_stages=STAGES):
+    given = scales_of(scales, own, group_stride, begin, blocks_in, BLOCKS)
+    for at in tl.range(begin * PRECISE, end, BLOCKS * PRECISE, num_stages=STAGES):
         read = ()
         for i in tl.static_range(BLOCKS):
-            read += (_tiles(rows, tokens, is_row, is_token, at + i * PRECISE, columns),)
+            read += (_tiles(rows, tokens, is_row, is_token, at + i * PRECISE, end),)
         following = at // PRECISE + BLOCKS
         later = scales_of(scales, own, group_stride, following, blocks_in, BLOCKS)
         acc = with_blocks(acc, read, given, GROUPED, TOKENS_FIRST, BLOCKS)
         given = later
     if TOKENS_FIRST:
         acc = tl.trans(acc)
-    acc = with_scales(
-        acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, 0,
-        not GROUPED, False,
-    )  # fmt: skip
     at = token.to(tl.int64)[None, :] * out + row[:, None]
-    tl.store(y + at, acc, mask=is_row[:, None] & is_token[None, :])
+    inside = is_row[:, None] & is_token[None, :]
+    is_last = True
+    if SPLITS > 1:
+        tl.store(parts + tl.program_id(2) * n * out + at, acc, mask=inside)
+        tl.debug_barrier()  # one thread says that all have stored
+        place = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        is_last = tl.atomic_add(place, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(place, 0)
+            acc = tl.zeros([ROWS, TOKENS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                part = parts + split * n * out + at
+                acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        acc = with_scales(
+            acc, x_scale, scale, bias, token, row, is_token, is_row, x_scale_stride, 0,
+            not GROUPED, False,
+        )  # fmt: skip
+        tl.store(y + at, acc, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
@@ -367,14 +390,17 @@ def _join_kernel(
 
 
 ALONE = PROCESSORS * 64  # rows up to which each program has a multiprocessor
+LONG = 4096  # columns from which sharing them is worth its end
 
 
-def choose_config(n: int, rows: int, blocks: bool) -> Config:
-    """For a weight of as many rows and n tokens; blocks: whether scales are of blocks.
+def choose_config(n: int, rows: int, blocks: bool, columns: int = 0) -> Config:
+    """For a weight of as many rows and n tokens; blocks: whether scales are of blocks; columns: of
+    a weight that may be divided by them, else 0.
 
     A program is bound by how much of the weight it has in flight, so one that is alone on its
     multiprocessor has ten iterations of it. That is as fast as sharing columns among more programs.
-    With scales of blocks what it waits for is the end of each sum, so it makes four at a time.
+    With scales of blocks what it waits for is the end of each sum, so it makes four at a time; if
+    rows are long, programs that share them, two on a multiprocessor, wait less.
     """
     alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
     if not blocks:
@@ -382,7 +408,16 @@ def choose_config(n: int, rows: int, blocks: bool) -> Config:
     if alone and rows <= PROCESSORS * 16:
         return Config(16, 64, 4, 3, tokens_first=True, blocks=4)
     few = n <= 16
-    return Config(64, 16 if few else 64, 4, 3, tokens_first=not few, blocks=4 if alone else 2)
+    tokens = 16 if few else 64
+    if alone and columns >= LONG:
+        return Config(64, tokens, 4, 4 if few else 3, tokens_first=not few, splits=3)
+    return Config(64, tokens, 4, 3, tokens_first=not few, blocks=4 if alone else 2)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Zeros for programs that count each other; kernels leave them so."""
+    return torch.zeros(PROCESSORS, dtype=torch.int32, device=device)
 
 
 def product(
@@ -393,6 +428,7 @@ def product(
     dtype: torch.dtype,
     block: tuple[int, int] | None = None,
     config: Config | None = None,
+    whole: bool = True,
 ) -> Tensor:
     """``y_ro = Σ_i (s_r q_ri) (t_o w_oi) + b_o``, sums in float32.
 
@@ -401,24 +437,33 @@ def product(
         weight: [out, in] E4M3, contiguous.
         scale: [1, 1] or [out, 1] float32, contiguous; with ``block`` [out blocks, in blocks].
         block: rows and columns that share a scale: a multiple of 128, and 128.
+        whole: one sum goes over all columns, so that its bits do not depend on n.
     Returns: [n, out] of ``dtype``.
     """
     n, (out, columns) = x.values.shape[0], weight.shape
-    config = config or choose_config(n, out, block is not None)
+    config = config or choose_config(n, out, block is not None, 0 if whole else columns)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
-    operands = (x.values, x.scale, weight, scale, bias, y, n, out, columns)
+    operands, sizes = (x.values, x.scale, weight, scale, bias, y), (n, out, columns)
     shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
     shape |= {"num_warps": config.warps, **overlapping(y.device)}
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
         blocks |= {"TOKENS_FIRST": config.tokens_first, "BLOCKS": config.blocks}
+        blocks |= {"SPLITS": config.splits}
         strides = x.scale.stride() if x.group else (x_stride, 0)
-        _block_kernel[grid](*operands, scale.shape[1], *strides, **blocks, **shape)
+        shared: tuple[Tensor | None, Tensor | None] = None, None
+        if config.splits > 1:
+            parts = torch.empty(config.splits, n, out, device=weight.device)
+            shared = parts, _arrivals(weight.device)
+        grid += (config.splits,)
+        sizes += (scale.shape[1], *strides)
+        _block_kernel[grid](*operands, *shared, *sizes, **blocks, **shape)
     else:
         ahead = config.ahead if launches_overlap(y.device) else 0
-        _product_kernel[grid](*operands, x_stride, int(scale.shape[0] > 1), AHEAD=ahead, **shape)
+        sizes += (x_stride, int(scale.shape[0] > 1))
+        _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **shape)
     return y
 
 
