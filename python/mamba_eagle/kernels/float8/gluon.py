@@ -91,7 +91,8 @@ def _product_kernel(
         w, t, s = (), (), ()
         for i in gl.static_range(BLOCKS):  # past the last block: that one, times zero
             block = gl.minimum(begin + (step + i), last)
-            w += (gl.load(at + (block * BLOCK)[:, None, None]),)
+            next_w = at + (block * BLOCK)[:, None, None]
+            w += (gl.load(next_w, eviction_policy="evict_first"),)  # x stays in L1
         if OVERLAP:
             gdc_wait()  # takes nothing once it has ended
         for i in gl.static_range(BLOCKS):
