@@ -151,7 +151,7 @@ def _consume(
     _, total, p, acc = state
     acc = warpgroup_mma(p, _filled(v_ring, v_ready, tiles - 1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    acc /= gl.convert_layout(total, gl.SliceLayout(1, layout))[:, None]
+    acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, layout))[:, None]
     i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
     at = (row + i).to(gl.int64)[:, None] * out_stride + d[None, :]
@@ -161,11 +161,13 @@ def _consume(
 @gluon.jit
 def _produce(k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values, tiles, first, column):
     STAGES: gl.constexpr = k_ring.shape[0]
+    _fill(keys, k_ring, k_ready, 0, tiles, first, column)
     for tile in range(tiles):
-        at, turn = tile % STAGES, 1 - (tile // STAGES & 1)  # the first wait is over at once
-        mbarrier.wait(k_free.index(at), turn)
-        _fill(keys, k_ring, k_ready, tile, tiles, first, column)
-        mbarrier.wait(v_free.index(at), turn)
+        after = tile + 1  # keys are needed a tile ahead of values
+        # the first wait for a stage is over at once
+        mbarrier.wait(k_free.index(after % STAGES), 1 - (after // STAGES & 1))
+        _fill(keys, k_ring, k_ready, after, tiles, first, column)
+        mbarrier.wait(v_free.index(tile % STAGES), 1 - (tile // STAGES & 1))
         _fill(values, v_ring, v_ready, tile, tiles, first, column)
 
 
