@@ -36,6 +36,7 @@ def exp2(x: Tensor) -> Tensor:
 
 
 LAYOUT = SimpleNamespace(warps_per_cta=None)  # of anything
+HOPPER: dict[str, Any] = {}  # hopper_rig's modules, if it is imported
 
 
 class Dtype(SimpleNamespace):
@@ -104,7 +105,7 @@ class Block:
     def __invert__(self) -> Block:
         return Block(~self.value)
 
-    for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
         _own = _operator(getattr(operator, _name))
         locals()[f"__{_name.rstrip('_')}__"] = _own
         locals()[f"__r{_name.rstrip('_')}__"] = _operator(getattr(operator, _name), swapped=True)
@@ -161,6 +162,9 @@ class Shared:
     def store(self, block: Block) -> None:
         assert self.memory.shape == block.value.shape
         self.memory.copy_(block.value)
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.permute(order))
 
     def reinterpret(self, dtype: Dtype, shape: Any, layout: Any) -> Shared:
         return Shared(self.memory.view(*shape))
@@ -296,7 +300,7 @@ def _modules() -> dict[str, Any]:
     vars(gluon).update(jit=_jit, constexpr_function=lambda function: function, language=LANGUAGE)
     vars(experimental)["gluon"] = gluon
     made = dict(zip(names, (experimental, gluon, LANGUAGE, nvidia)))
-    return {**made, ampere.__name__: ampere}
+    return {**made, ampere.__name__: ampere, **HOPPER}
 
 
 def _range(*bounds: Any) -> Iterator[Block]:

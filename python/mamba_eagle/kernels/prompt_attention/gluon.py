@@ -139,7 +139,8 @@ def _consume(
     largest, weights = _weights(scores, lowest, limit, scale, True)
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
     state = largest, gl.sum(weights, 1), p, gl.zeros([ROWS, D], gl.float32, layout)
-    whole = gl.maximum((position + 1) // KEYS - 1, 0)  # tiles after the first, seen by all rows
+    # tiles after the first that all rows see whole; without queries ``position`` is past the end
+    whole = gl.maximum(gl.minimum((position + 1) // KEYS, tiles) - 1, 0)
     state = _tiles(
         q, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
         state, limit, 0, whole, tiles, first, column, scale, False, FILLS,

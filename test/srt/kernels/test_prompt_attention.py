@@ -1,0 +1,98 @@
+"""Attention of prompts on Hopper: on a CPU in the rig, and on a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import hopper_rig  # noqa: F401 - for the interpreted module
+import pytest
+import torch
+from gluon_rig import interpreted
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels.exact_attention.triton import prompt_tiles
+from mamba_eagle.kernels.prompt_attention import naive
+from mamba_eagle.kernels.prompt_attention.gluon import Config, choose_config, prompt_attention
+from mamba_eagle.kernels.prompt_attention.gluon import supports
+
+Span = tuple[int, int]
+# starts and lengths: whole tiles, one token, ends inside of a tile, no or several whole tiles first
+SPANS = [(0, 200), (130, 70), (0, 1), (64, 64), (63, 65), (127, 1), (300, 130)]
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+
+    def tiles(self, spans: list[Span], rows: int) -> Tensor:
+        chunks, first = [], 0
+        for start, length in spans:
+            chunks.append((first, start, length))
+            first += start + length
+        tiles = prompt_tiles(chunks, rows)
+        return torch.tensor(tiles, dtype=torch.int32, device=self.q.device)
+
+
+def inputs(
+    shape: tuple[int, int, int], spans: list[Span], device: str, dtype: torch.dtype
+) -> Inputs:
+    """Queries are a part of longer rows."""
+    heads, kv_heads, D = shape
+    generator = torch.Generator().manual_seed(0)
+    n, S = sum(length for _, length in spans), sum(map(sum, spans))
+    q, keys, values = (
+        torch.randn(*size, D, generator=generator).to(device, dtype)
+        for size in ((n, heads + 1), (S, kv_heads), (S, kv_heads))
+    )
+    return Inputs(q[:, :heads], keys, values, 2 * D**-0.5)
+
+
+def assert_close(found: Tensor, wanted: Tensor, spans: list[Span]) -> None:
+    """Chunk by chunk."""
+    lengths = [length for _, length in spans]
+    for span, *pair in zip(spans, found.cpu().double().split(lengths), wanted.split(lengths)):
+        error = float((pair[0] - pair[1]).norm() / pair[1].norm())
+        assert error < 1e-2, span
+
+
+@pytest.mark.parametrize("specialized", [False, True])
+@pytest.mark.parametrize("tile", [(128, 64, 2), (64, 32, 3)], ids=str)
+def test_a_token_sees_its_request_up_to_itself(
+    tile: tuple[int, int, int], specialized: bool
+) -> None:
+    if specialized:
+        tile = (2 * tile[0], *tile[1:])
+    (kernels,) = interpreted("prompt_attention.gluon")
+    config = Config(*tile, specialized)
+    given = inputs((2, 1, 64), SPANS, "cpu", torch.bfloat16)
+    tiles = given.tiles(SPANS, config.rows)
+    found = kernels.prompt_attention(*given[:3], tiles, given.scale, config)
+    wanted = naive.prompt_attention(*given[:3], SPANS, given.scale)
+    assert_close(found, wanted, SPANS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("specialized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(16, 2, 256), (10, 2, 128), (4, 4, 64)], ids=str)
+def test_a_gpu_gives_what_the_definition_gives(
+    shape: tuple[int, int, int], dtype: torch.dtype, specialized: bool
+) -> None:
+    rng = random.Random(3)
+    spans = [*SPANS, *((rng.randrange(900), rng.randrange(1, 300)) for _ in range(4))]
+    rng.shuffle(spans)
+    given = inputs(shape, spans, "cuda", dtype)
+    if not supports(given.q):
+        pytest.skip("needs a Hopper GPU")
+    config = choose_config(shape[2])._replace(specialized=specialized)
+    tiles = given.tiles(spans, config.rows)
+    found = prompt_attention(*given[:3], tiles, given.scale, config)
+    wanted = naive.prompt_attention(*(part.cpu() for part in given[:3]), spans, given.scale)
+    assert_close(found, wanted, spans)
+    again = prompt_attention(*given[:3], tiles, given.scale, config)
+    assert torch.equal(found, again)
