@@ -105,7 +105,7 @@ class Block:
     def __invert__(self) -> Block:
         return Block(~self.value)
 
-    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
+    for _name in "add sub mul truediv floordiv mod and_ or_ lshift rshift".split():
         _own = _operator(getattr(operator, _name))
         locals()[f"__{_name.rstrip('_')}__"] = _own
         locals()[f"__r{_name.rstrip('_')}__"] = _operator(getattr(operator, _name), swapped=True)

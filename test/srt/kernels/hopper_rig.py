@@ -60,7 +60,12 @@ class TensorDescriptor:
     """A matrix in memory, read in tiles: zeros outside."""
 
     def __init__(
-        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any
+        self,
+        base: Tensor,
+        shape: list[int],
+        strides: list[int],
+        block_shape: list[int],
+        layout: Any,
     ) -> None:
         self.matrix = base.as_strided(shape, strides)
         size = block_shape[0] * block_shape[1] * base.itemsize

@@ -15,8 +15,12 @@ pytest.importorskip("triton")
 
 from mamba_eagle.kernels.exact_attention.triton import prompt_tiles
 from mamba_eagle.kernels.prompt_attention import naive
-from mamba_eagle.kernels.prompt_attention.gluon import Config, choose_config, prompt_attention
-from mamba_eagle.kernels.prompt_attention.gluon import supports
+from mamba_eagle.kernels.prompt_attention.gluon import (
+    Config,
+    choose_config,
+    prompt_attention,
+    supports,
+)
 
 Span = tuple[int, int]
 # starts and lengths: whole tiles, one token, ends inside of a tile, no or several whole tiles first

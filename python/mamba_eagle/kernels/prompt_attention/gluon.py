@@ -84,7 +84,8 @@ def _weights(scores, largest, limit, scale, MASKED: gl.constexpr):
 @gluon.jit
 def _tiles(
     q, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
-    state, limit, begin, end, tiles, first, column, scale, MASKED: gl.constexpr, FILLS: gl.constexpr,
+    state, limit, begin, end, tiles, first, column, scale,
+    MASKED: gl.constexpr, FILLS: gl.constexpr,
 ):  # fmt: skip
     """From a tile's weights to those of the next, for tiles begin … end - 1."""
     largest, total, p, acc = state
