@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 
 from mamba_eagle.backend.triton import experts as fused
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.kernels.experts import naive
+from mamba_eagle.kernels.experts import naive, triton_routes
 from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton import Pairs
-from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
+from mamba_eagle.kernels.experts.triton_routes import route
 from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
 from mamba_eagle.layers.adapters import AdapterSize, reading
 from mamba_eagle.layers.block import prepare_for_inference
@@ -92,14 +92,23 @@ def test_of_equal_experts_the_first_is_taken_and_nan_is_the_last() -> None:
 
 
 @runs_kernels
-def test_a_tokens_experts_do_not_depend_on_its_batch() -> None:
-    hidden, weight = summable(normal(70, 300, seed=1)), summable(normal(40, 300, seed=2) * 0.05)
-    choice = Choice(6, torch.zeros(40, device=DEVICE), scaling=2.5)
-    beside = summable(normal(1, 300, seed=3))
+@pytest.mark.parametrize("experts", [40, 130])
+def test_a_tokens_experts_do_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch, experts: int
+) -> None:
+    """Of many tokens a program adds up all shares of the columns."""
+    most = max(triton_routes.TILES)
+    if not GPU:
+        tiles, most = triton_routes.TILES, 60
+        monkeypatch.setattr(triton_routes, "TILES", {16: tiles[16], most: tiles[32]})
+    hidden = summable(normal(most + 10, 600, seed=1))
+    weight = summable(normal(experts, 600, seed=2) * 0.05)
+    choice = Choice(6, torch.zeros(experts, device=DEVICE), scaling=2.5)
+    beside = summable(normal(1, 600, seed=3))
     whole = route(hidden, weight, choice, beside=beside)
     assert whole.share is not None
     torch.testing.assert_close(whole.share.cpu(), hidden.float().cpu() @ beside.float().cpu().T)
-    for n in (1, 17, 40):
+    for n in (1, 17, most):
         part = route(hidden[:n], weight, choice, beside=beside)
         assert all(torch.equal(own, all_[:n]) for own, all_ in zip(part, whole, strict=True))
     alone = route(hidden, weight, choice)
@@ -112,22 +121,37 @@ def test_groups_exclude_experts_of_others() -> None:
     assert choose(logits, choice).experts.tolist() == [[2, 3]]
 
 
+PAIRS = {  # tokens, top_k, experts, those that are used
+    "few": (1, 4, 12, range(12)),
+    "most-of-one-launch": (512, 4, 12, range(12)),
+    "in-chunks": (513, 4, 12, range(12)),
+    "many-chunks": (811, 6, 40, range(3, 40, 5)),
+    "one-expert": (2077, 1, 1, range(1)),
+}
+
+
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 200])
-def test_pairs_are_sorted_by_expert(tokens: int) -> None:
-    """200 tokens have more pairs than a program reads at once."""
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "used"), PAIRS.values(), ids=PAIRS)
+def test_pairs_are_sorted_by_expert(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, top_k: int, experts: int, used: range
+) -> None:
+    if not GPU:
+        monkeypatch.setattr(triton_routes, "CHUNK", 64)  # the interpreter sorts slowly
     generator = torch.Generator().manual_seed(tokens)
-    ids = torch.rand(tokens, 12, generator=generator).topk(4).indices.int().to(DEVICE)
+    ids = torch.rand(tokens, len(used), generator=generator).topk(top_k).indices
+    ids = torch.tensor(used)[ids].int().to(DEVICE)
     x = normal(tokens, 100, seed=5)
-    found = sort_pairs(ids, 12, x, Rounding())
+    found = triton_routes.sort_pairs(ids, experts, x, Rounding())
     flat = ids.flatten().tolist()
-    mine = [[i for i, expert in enumerate(flat) if expert == e] for e in range(12)]
+    mine = [[i for i, expert in enumerate(flat) if expert == e] for e in range(experts)]
     order = sum(mine, [])
     assert found.order.tolist() == order
     ends = torch.tensor([len(each) for each in mine]).cumsum(0)
     assert found.ends.tolist() == ends.tolist()
     rows = [
-        [e, int(end) - len(each), int(end)] for e, (each, end) in enumerate(zip(mine, ends)) if each
+        [e, int(end) - len(each), int(end)]
+        for e, (each, end) in enumerate(zip(mine, ends))
+        if each or len(flat) > triton_routes.FEW_PAIRS
     ]
     assert found.table[0] == len(rows)
     assert found.table[1 : 1 + 3 * len(rows)].view(-1, 3).tolist() == rows

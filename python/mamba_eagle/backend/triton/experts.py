@@ -13,6 +13,7 @@ from mamba_eagle.kernels.experts import triton as kernels
 from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
+from mamba_eagle.kernels.experts.triton_routes import SIZES as ROUTER_SIZES
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
 from mamba_eagle.kernels.float8.torch import LARGEST
 from mamba_eagle.kernels.float8.triton import rounded
@@ -155,10 +156,9 @@ class FusedExperts(ExpertLayer):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        router = (1, 17, 33)  # tokens from which its tiles are larger
         many = prompts.SIZES if self.prompts else ()
         tiles = (sizes.tokens + 1 for sizes in self.forms[:-1])
-        return (*router, *tiles, *many, MAX_SHARED + 1)
+        return (*ROUTER_SIZES, *tiles, *many, MAX_SHARED + 1)
 
     def __call__(
         self,

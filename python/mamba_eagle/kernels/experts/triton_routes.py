@@ -17,13 +17,29 @@ from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
-SHARE = 256  # columns of the router's weight per program
+SHARE = 256  # columns of the router's weight that are summed up by themselves
 COLUMNS = 64  # per iteration
-EXPERTS = 64  # per program
-MAX_TOKENS = 64  # per program
 FEW_PAIRS = 512  # which leave many experts without any
+MAX_PAIRS = 2048  # that a program sorts for each expert
+CHUNK = 512  # pairs per program of more
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
 LOWEST = tl.constexpr(-3.0e38)  # below all scores, above those that were taken
+
+
+class Tile(NamedTuple):
+    """What a program computes logits of."""
+
+    experts: int
+    tokens: int
+    warps: int
+    stages: int  # iterations in flight
+
+
+# By the most tokens: a share per program. Beyond: all shares, of as many tokens as leave enough
+# programs for a GPU, since then partial sums would be most of what is written and read.
+TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 1024: Tile(64, 64, 4, 4)}
+MANY, MANY_OF_FEW = Tile(128, 128, 8, 4), Tile(128, 64, 4, 4)  # experts: over 128, or not
+SIZES = (1, *(tokens + 1 for tokens in TILES))  # numbers of tokens that between them need all
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -38,12 +54,16 @@ def _logits_kernel(
     NUM_EXPERTS: tl.constexpr,
     BESIDE: tl.constexpr,  # 0 or 1
     SHARE: tl.constexpr,
+    SHARES: tl.constexpr,  # that a program adds up: one, or all, with those of ``beside``
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     share = tl.program_id(0)
+    BOTH: tl.constexpr = SHARES > 1 and BESIDE > 0
+    STEPS: tl.constexpr = SHARE // COLUMNS
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     rows, is_expert, is_token = weight, expert < NUM_EXPERTS, token < n
@@ -52,18 +72,36 @@ def _logits_kernel(
         rows, row = beside, tl.arange(0, EXPERTS)
         expert = NUM_EXPERTS + row
         is_expert = row < BESIDE
-    acc = tl.zeros([EXPERTS, TOKENS], tl.float32)
+    acc, total = tl.zeros([EXPERTS, TOKENS], tl.float32), tl.zeros([EXPERTS, TOKENS], tl.float32)
+    own, own_total = tl.zeros([TOKENS, 16], tl.float32), tl.zeros([TOKENS, 16], tl.float32)
+    copy = tl.arange(0, 16)  # of the row of ``beside``: products have 16 columns
     previous_done(OVERLAP)
-    for step in tl.range(0, SHARE // COLUMNS, num_stages=SHARE // COLUMNS):
+    for step in tl.range(0, SHARES * STEPS, num_stages=STAGES):
         column = share * SHARE + step * COLUMNS + tl.arange(0, COLUMNS)
         inside = (column < SIZE)[None, :]
         at = row[:, None] * SIZE + column[None, :]
         w = tl.load(rows + at, mask=is_expert[:, None] & inside, other=0.0)
         at = token.to(tl.int64)[:, None] * x_stride + column[None, :]
         t = tl.load(x + at, mask=is_token[:, None] & inside, other=0.0)
+        if SHARES > 1:
+            begins = step % STEPS == 0
+            if begins:
+                total += acc
+                acc = tl.zeros([EXPERTS, TOKENS], tl.float32)
+                if BOTH:
+                    own_total += own
+                    own = tl.zeros([TOKENS, 16], tl.float32)
         acc = exact_dot(w, tl.trans(t), acc, "tf32")
-    at = (share.to(tl.int64) * n + token)[None, :] * (NUM_EXPERTS + BESIDE) + expert[:, None]
-    tl.store(parts + at, acc, mask=is_expert[:, None] & is_token[None, :])
+        if BOTH:
+            b = tl.load(beside + 0 * copy[:, None] + column[None, :], mask=inside, other=0.0)
+            own = exact_dot(t, tl.trans(b), own, "tf32")
+    at = (share.to(tl.int64) * n + token) * (NUM_EXPERTS + BESIDE)
+    mask = is_expert[:, None] & is_token[None, :]
+    total = acc if SHARES == 1 else total + acc
+    tl.store(parts + at[None, :] + expert[:, None], total, mask=mask)
+    if BOTH:  # by the programs of the first experts
+        mask = is_token[:, None] & (copy == 16 * tl.program_id(1))[None, :]
+        tl.store(parts + at[:, None] + NUM_EXPERTS + 0 * copy[None, :], own_total + own, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -104,13 +142,11 @@ def _route_kernel(
     key = tl.where(key > LOWEST, key, LOWEST)  # NaN, too
     key = tl.where(inside, key, float("-inf"))
     chosen = tl.zeros([SLOTS], tl.int32)
-    found = tl.full([SLOTS], float("-inf"), tl.float32)
     for place in tl.range(0, TOP_K):
         best = tl.argmax(key, 0, tie_break_left=True)
-        own = tl.sum(tl.where(expert == best, score, 0.0), 0)
         chosen = tl.where(slot == place, best, chosen)
-        found = tl.where(slot == place, own, found)
         key = tl.where(expert == best, float("-inf"), key)
+    found = tl.where(slot < TOP_K, tl.gather(score, chosen, 0), float("-inf"))
     if bias is not None:
         share = tl.where(slot < TOP_K, found, 0.0)
         if NORMALIZE:
@@ -135,11 +171,15 @@ def route(
     int32, where the experts are written. beside: [1, size], whose product is the routes' share."""
     (n, size), experts = hidden.shape, len(weight)
     device = hidden.device
+    tile = next((tile for most, tile in TILES.items() if n <= most), None)
+    many = tile is None
+    tile = tile or (MANY_OF_FEW if experts <= MANY.experts else MANY)
     shares = cdiv(size, SHARE)
+    summed, shares = (shares, 1) if many else (1, shares)
     extra = 0 if beside is None else 1
+    tiles = cdiv(experts, tile.experts) + (0 if summed > 1 else extra)
     parts = torch.empty(shares, n, experts + extra, dtype=torch.float32, device=device)
-    tokens = min(MAX_TOKENS, max(16, next_power_of_2(n)))
-    _logits_kernel[(shares, cdiv(experts, EXPERTS) + extra, cdiv(n, tokens))](
+    _logits_kernel[(shares, tiles, cdiv(n, tile.tokens))](
         hidden,
         weight,
         weight if beside is None else beside,
@@ -150,10 +190,12 @@ def route(
         NUM_EXPERTS=experts,
         BESIDE=extra,
         SHARE=SHARE,
-        EXPERTS=EXPERTS,
-        TOKENS=tokens,
+        SHARES=summed,
+        EXPERTS=tile.experts,
+        TOKENS=tile.tokens,
         COLUMNS=COLUMNS,
-        num_warps=4,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
         **overlapping(hidden.device),
     )
     if ids is None:
@@ -176,7 +218,8 @@ def route(
         SHARES=shares,
         BLOCK=block,
         SLOTS=next_power_of_2(choice.top_k),
-        num_warps=max(1, block // 128),
+        # many tokens: best that no warp waits for another
+        num_warps=1 if many else max(1, block // 128),
         **overlapping(hidden.device),
     )
     return Routes(ids, weights, share)
@@ -198,11 +241,12 @@ class Sorted(NamedTuple):
     rounded: Tensor  # [n, size] float8, inputs divided by what makes that size 448; likewise
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "sorting"])
 def _sort_kernel(
     ids,  # [pairs] int32
-    x,  # [n, SIZE], read by programs after the first COUNT
+    x,  # [n, SIZE], read by programs after the first ``sorting``
     static,  # [1, 1], or None: scales are found
+    counts,  # [chunks, COUNT] int32, all that is written but x, of each BLOCK pairs; or None
     order,
     ends,
     table,
@@ -210,6 +254,7 @@ def _sort_kernel(
     largest,
     rounded,
     pairs,
+    sorting,  # programs: of each expert, or of each chunk
     x_stride,
     COUNT: tl.constexpr,  # experts
     BINS: tl.constexpr,  # a power of two, larger than COUNT
@@ -221,53 +266,84 @@ def _sort_kernel(
 ):
     own = tl.program_id(0)
     previous_done(OVERLAP)
-    if own >= COUNT:
-        column = tl.arange(0, PADDED)
-        at = (own - COUNT).to(tl.int64) * x_stride + column
-        numbers = tl.load(x + at, mask=column < SIZE, other=0.0).to(tl.float32)
+    if own >= sorting:
+        row, column = (own - sorting).to(tl.int64), tl.arange(0, PADDED)
+        numbers = tl.load(x + row * x_stride + column, mask=column < SIZE, other=0.0)
+        numbers = numbers.to(tl.float32)
         size = tl.max(tl.abs(numbers), 0)
-        tl.store(largest + own - COUNT, size)
+        tl.store(largest + row, size)
         scale = tl.load(static) if static is not None else tl.maximum(size / _LARGEST, _SMALLEST)
-        at = (own - COUNT).to(tl.int64) * SIZE + column
-        tl.store(rounded + at, to_e4m3(numbers / scale), mask=column < SIZE)
+        tl.store(rounded + row * SIZE + column, to_e4m3(numbers / scale), mask=column < SIZE)
     else:
-        if COMPACT:
-            bins = tl.arange(0, BINS)
-            counts = tl.zeros([BINS], tl.int32)
-            for begin in tl.range(0, pairs, BLOCK):
-                at = begin + tl.arange(0, BLOCK)
-                expert = tl.load(ids + at, mask=at < pairs, other=COUNT)
-                counts += tl.histogram(expert, BINS)
-            before, some = bins < own, (counts > 0) & (bins < COUNT)
-            start = tl.sum(tl.where(before, counts, 0), 0)
-            end = start + tl.sum(tl.where(bins == own, counts, 0), 0)
-            active = tl.sum(some.to(tl.int32), 0)
-            place = tl.sum((some & before).to(tl.int32), 0)
+        at, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+        if counts is not None:
+            at += own * BLOCK
+        expert = tl.load(ids + at, mask=at < pairs, other=COUNT)
+        if counts is not None:
+            tl.store(counts + own * COUNT + bins, tl.histogram(expert, BINS), mask=bins < COUNT)
         else:
-            smaller, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-            for begin in tl.range(0, pairs, BLOCK):
-                at = begin + tl.arange(0, BLOCK)
-                expert = tl.load(ids + at, mask=at < pairs, other=COUNT)
-                smaller += (expert < own).to(tl.int32)
-                equal += (expert == own).to(tl.int32)
-            start = tl.sum(smaller, 0)
-            end = start + tl.sum(equal, 0)
+            mine = (expert == own).to(tl.int32)
+            start, count = tl.sum((expert < own).to(tl.int32), 0), tl.sum(mine, 0)
             active, place = COUNT, own
-        tl.store(ends + own, end)
-        if own == 0:
-            tl.store(table, active)
-        if (end > start) | (not COMPACT):
-            entry = table + 1 + 3 * place
-            tl.store(entry, own)
-            tl.store(entry + 1, start)
-            tl.store(entry + 2, end)
-            for begin in tl.range(0, pairs, BLOCK):
-                at = begin + tl.arange(0, BLOCK)
-                mine = tl.load(ids + at, mask=at < pairs, other=COUNT) == own
-                rank = tl.cumsum(mine.to(tl.int32), 0)
-                tl.store(order + start + rank - 1, at, mask=mine)
-                tl.store(back + at, start + rank - 1, mask=mine)
-                start += tl.sum(mine.to(tl.int32), 0)
+            if COMPACT:
+                some = ((tl.histogram(expert, BINS) > 0) & (bins < COUNT)).to(tl.int32)
+                active, place = tl.sum(some, 0), tl.sum(tl.where(bins < own, some, 0), 0)
+            tl.store(ends + own, start + count)
+            if own == 0:
+                tl.store(table, active)
+            if (count > 0) | (not COMPACT):
+                entry = table + 1 + 3 * place
+                tl.store(entry, own)
+                tl.store(entry + 1, start)
+                tl.store(entry + 2, start + count)
+                to = start + tl.cumsum(mine, 0) - 1
+                tl.store(order + to, at, mask=mine > 0)
+                tl.store(back + at, to, mask=mine > 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _place_kernel(
+    ids,
+    counts,
+    order,
+    ends,
+    table,
+    back,
+    pairs,
+    chunks,
+    COUNT: tl.constexpr,
+    BINS: tl.constexpr,  # a power of two, at least COUNT
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The pairs of a chunk, after ``_sort_kernel`` has counted those of all."""
+    own, bins, place = tl.program_id(0), tl.arange(0, BINS), tl.arange(0, BLOCK)
+    inside = bins < COUNT
+    totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    previous_done(OVERLAP)
+    for begin in tl.range(0, chunks, 64):
+        chunk = begin + tl.arange(0, 64)
+        known = (chunk < chunks)[:, None] & inside[None, :]
+        count = tl.load(counts + chunk[:, None] * COUNT + bins[None, :], mask=known, other=0)
+        totals += tl.sum(count, 0)
+        before += tl.sum(tl.where((chunk < own)[:, None], count, 0), 0)
+    if own == 0:
+        end = tl.cumsum(totals, 0)
+        tl.store(ends + bins, end, mask=inside)
+        tl.store(table, COUNT)
+        entry = table + 1 + 3 * bins
+        tl.store(entry, bins, mask=inside)
+        tl.store(entry + 1, end - totals, mask=inside)
+        tl.store(entry + 2, end, mask=inside)
+    at = own * BLOCK + place
+    key = tl.sort(tl.load(ids + at, mask=at < pairs, other=COUNT) * BLOCK + place)
+    # where an expert's pairs would begin if those of smaller ones in this chunk were not there
+    others = totals - tl.load(counts + own * COUNT + bins, mask=inside, other=0)
+    begin = tl.cumsum(others, 0) - others + before
+    to = tl.gather(begin, tl.minimum(key // BLOCK, COUNT - 1), 0) + place
+    at = own * BLOCK + key % BLOCK
+    tl.store(order + to, at, mask=at < pairs)
+    tl.store(back + at, to, mask=at < pairs)
 
 
 def sort_pairs(
@@ -286,21 +362,40 @@ def sort_pairs(
         torch.empty(n, size, dtype=E4M3, device=device),
     )
     static = None if rounding is None else rounding.scale
-    few = pairs <= FEW_PAIRS
-    _sort_kernel[(count if x is None else count + len(x),)](
+    few, counts = pairs <= FEW_PAIRS, None
+    block, sorting = FEW_PAIRS if few else MAX_PAIRS, count
+    if pairs > MAX_PAIRS:
+        block, sorting = CHUNK, cdiv(pairs, CHUNK)
+        counts = torch.empty(sorting, count, dtype=torch.int32, device=device)
+    _sort_kernel[(sorting + (0 if x is None else n),)](
         ids,
         ids if x is None else x,
         static,
+        counts,
         *made,
         pairs,
+        sorting,
         0 if x is None else x.stride(0),
         COUNT=count,
         BINS=next_power_of_2(count + 1),
-        BLOCK=512 if few else 2048,
+        BLOCK=block,
         COMPACT=few,
         SIZE=size,
         PADDED=next_power_of_2(size),
         num_warps=4,
         **overlapping(device),
     )
+    if counts is not None:
+        _place_kernel[(sorting,)](
+            ids,
+            counts,
+            *made[:4],
+            pairs,
+            sorting,
+            COUNT=count,
+            BINS=next_power_of_2(count),
+            BLOCK=block,
+            num_warps=8,
+            **overlapping(device),
+        )
     return made
