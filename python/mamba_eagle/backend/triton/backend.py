@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts where it is installed."""
+"""An NVIDIA GPU: Triton kernels, and, but on Hopper, FlashInfer for prompts if it is installed."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -27,12 +27,14 @@ from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, DeltaS
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_supported
 from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
+from mamba_eagle.backend.triton.prompt_attention import GatheredPrompts
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.accept.triton_pending import append_pending, rows_of, take_pending
 from mamba_eagle.kernels.best_token import triton as best_token
 from mamba_eagle.kernels.draft_tree.triton import Grown, Lanes, expand, select
 from mamba_eagle.kernels.gpu import capability
+from mamba_eagle.kernels.prompt_attention import gluon as prompt_attention
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
@@ -143,12 +145,17 @@ class TritonBackend(Backend):
     def prompt_attention(
         self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
     ) -> NewTokenAttention | None:
-        if self.flashinfer and pool.num_layers:
+        if not pool.num_layers:
+            return super().prompt_attention(pool, slot_table, parts)
+        spans = [part.span for part in parts]
+        if prompt_attention.supports(pool.k.shape[-1], self.dtype, self.device):
+            return GatheredPrompts(pool, slot_table, spans, self.place)
+        if self.flashinfer:
             # an optional package; importing it takes seconds
             from mamba_eagle.backend.triton.flashinfer import HEAD_DIMS, FlashInferPrompts
 
             if pool.k.shape[-1] in HEAD_DIMS:
-                return FlashInferPrompts(pool, slot_table, [part.span for part in parts])
+                return FlashInferPrompts(pool, slot_table, spans)
         return super().prompt_attention(pool, slot_table, parts)
 
     def lane_attention(

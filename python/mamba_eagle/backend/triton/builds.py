@@ -33,6 +33,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -100,7 +101,7 @@ def _kind(value: object) -> object:
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, (tuple, list)):
         return (type(value), *map(_kind, value))
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
         # what else there is depends on Triton's version
         return _kind([each for name, each in vars(value).items() if name not in SIZES])
     return type(value), value

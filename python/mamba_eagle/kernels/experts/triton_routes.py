@@ -20,7 +20,7 @@ from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 SHARE = 256  # columns of the router's weight that are summed up by themselves
 COLUMNS = 64  # per iteration
 FEW_PAIRS = 512  # which leave many experts without any
-MAX_PAIRS = 2048  # that a program sorts for each expert
+MAX_PAIRS = 4096  # that a program sorts for each expert
 CHUNK = 512  # pairs per program of more
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
 LOWEST = tl.constexpr(-3.0e38)  # below all scores, above those that were taken
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 # By the most tokens: a share per program. Beyond: all shares, of as many tokens as leave enough
 # programs for a GPU, since then partial sums would be most of what is written and read.
-TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 1024: Tile(64, 64, 4, 4)}
+TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 2048: Tile(64, 64, 4, 4)}
 MANY, MANY_OF_FEW = Tile(128, 128, 8, 4), Tile(128, 64, 4, 4)  # experts: over 128, or not
 SIZES = (1, *(tokens + 1 for tokens in TILES))  # numbers of tokens that between them need all
 
@@ -218,8 +218,7 @@ def route(
         SHARES=shares,
         BLOCK=block,
         SLOTS=next_power_of_2(choice.top_k),
-        # many tokens: best that no warp waits for another
-        num_warps=1 if many else max(1, block // 128),
+        num_warps=1,  # best that no warp waits for another
         **overlapping(hidden.device),
     )
     return Routes(ids, weights, share)
@@ -395,7 +394,7 @@ def sort_pairs(
             COUNT=count,
             BINS=next_power_of_2(count),
             BLOCK=block,
-            num_warps=8,
+            num_warps=4,
             **overlapping(device),
         )
     return made

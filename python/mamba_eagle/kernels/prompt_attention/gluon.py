@@ -1,14 +1,15 @@
 """Attention of prompts on Hopper: products by warp groups, keys and values by the copy engine.
 
-A program has a tile of queries of one head. While the tensor cores multiply a tile's weights with
-its values, the next tile's scores become weights (arXiv 2407.08608, section 3.2).
+A program has a tile of queries of one head: two warp groups with half of it each, and a warp that
+copies keys and values for both. While the tensor cores multiply a tile's weights with its values,
+the next tile's scores become weights (arXiv 2407.08608, section 3.2); the groups share no barrier,
+so one's products run beside the other's exponentials.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +31,14 @@ HEAD_DIMS = (64, 128, 256)
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
-class Config(NamedTuple):
-    """How the work is divided; the result depends on it by rounding only."""
-
-    rows: int  # queries of a program: 64 for each warp group
-    keys: int  # of a tile: a power of two
-    stages: int  # tiles of keys, and of values, in shared memory
-    specialized: bool  # warp groups go their own ways, a further warp copies
+ROWS = 64  # queries of a warp group
+TILE = 2 * ROWS  # and of a program
+STAGES = 2  # tiles of keys, and of values, in shared memory
+PADDING = 128  # the most keys of a tile
 
 
-def choose_config(head_dim: int) -> Config:
-    return Config(128, 64 if head_dim > 128 else 128, 2, False)
+def keys_of_tile(head_dim: int) -> int:
+    return 64 if head_dim > 128 else PADDING
 
 
 @gluon.jit
@@ -83,9 +81,8 @@ def _weights(scores, largest, limit, scale, MASKED: gl.constexpr):
 
 @gluon.jit
 def _tiles(
-    q, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
-    state, limit, begin, end, tiles, first, column, scale,
-    MASKED: gl.constexpr, FILLS: gl.constexpr,
+    q, k_ring, v_ring, k_ready, v_ready, k_free, v_free,
+    state, limit, begin, end, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
     """From a tile's weights to those of the next, for tiles begin … end - 1."""
     largest, total, p, acc = state
@@ -98,18 +95,13 @@ def _tiles(
         scores = _scores(q, _filled(k_ring, k_ready, tile + 1), s_layout)
         acc = warpgroup_mma(p, _filled(v_ring, v_ready, tile), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        if not FILLS:
-            mbarrier.arrive(k_free.index((tile + 1) % STAGES))
+        mbarrier.arrive(k_free.index((tile + 1) % STAGES))
         now, weights = _weights(scores, largest, limit - (tile + 1) * KEYS, scale, MASKED)
         shrink = gl.exp2(largest - now)
         total = total * shrink + gl.sum(weights, 1)
         largest = now
         acc = warpgroup_mma_wait(0, deps=[acc])
-        if FILLS:
-            _fill(keys, k_ring, k_ready, tile + 1 + STAGES, tiles, first, column)
-            _fill(values, v_ring, v_ready, tile + STAGES, tiles, first, column)
-        else:
-            mbarrier.arrive(v_free.index(tile % STAGES))
+        mbarrier.arrive(v_free.index(tile % STAGES))
         acc *= gl.convert_layout(shrink, row_layout)[:, None]
         p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return largest, total, p, acc
@@ -117,8 +109,8 @@ def _tiles(
 
 @gluon.jit
 def _consume(
-    q, q_ready, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values, out,
-    row, rows, position, tiles, first, column, scale, out_stride, FILLS: gl.constexpr,
+    q, q_ready, k_ring, v_ring, k_ready, v_ready, k_free, v_free, out,
+    row, rows, position, tiles, scale, out_stride,
 ):  # fmt: skip
     """Queries ``row`` … ``row + rows - 1``, the first of which sees keys 0 … position."""
     ROWS: gl.constexpr = q.shape[0]
@@ -132,10 +124,7 @@ def _consume(
 
     mbarrier.wait(q_ready, 0)
     scores = warpgroup_mma_wait(0, deps=[_scores(q, _filled(k_ring, k_ready, 0), s_layout)])
-    if FILLS:
-        _fill(keys, k_ring, k_ready, k_ring.shape[0], tiles, first, column)
-    else:
-        mbarrier.arrive(k_free.index(0))
+    mbarrier.arrive(k_free.index(0))
     lowest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     largest, weights = _weights(scores, lowest, limit, scale, True)
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
@@ -143,12 +132,12 @@ def _consume(
     # tiles after the first that all rows see whole; without queries ``position`` is past the end
     whole = gl.maximum(gl.minimum((position + 1) // KEYS, tiles) - 1, 0)
     state = _tiles(
-        q, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
-        state, limit, 0, whole, tiles, first, column, scale, False, FILLS,
+        q, k_ring, v_ring, k_ready, v_ready, k_free, v_free,
+        state, limit, 0, whole, scale, False,
     )  # fmt: skip
     state = _tiles(
-        q, k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
-        state, limit, whole, tiles - 1, tiles, first, column, scale, True, FILLS,
+        q, k_ring, v_ring, k_ready, v_ready, k_free, v_free,
+        state, limit, whole, tiles - 1, scale, True,
     )  # fmt: skip
     _, total, p, acc = state
     acc = warpgroup_mma(p, _filled(v_ring, v_ready, tiles - 1), acc, is_async=True)
@@ -175,7 +164,7 @@ def _produce(k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values, til
 
 @gluon.jit
 def _prompt_kernel(
-    q,  # [n, heads * D], in tiles [ROWS or ROWS / 2, D]
+    q,  # [n, heads * D], in tiles [ROWS, D]
     keys,  # [S, kv_heads * D], in tiles [KEYS, D]
     values,
     tiles,  # [tiles, 4]: first key of the request, first query, queries, position of the first
@@ -184,12 +173,11 @@ def _prompt_kernel(
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,  # query heads of a key head
     STAGES: gl.constexpr,
-    SPECIALIZED: gl.constexpr,
 ):
     ROWS: gl.constexpr = q.block_type.shape[0]
     KEYS: gl.constexpr = keys.block_type.shape[0]
     D: gl.constexpr = q.block_type.shape[1]
-    PARTS: gl.constexpr = 2 if SPECIALIZED else 1
+    PARTS: gl.constexpr = 2  # warp groups
     dtype: gl.constexpr = q.dtype
     head = gl.program_id(0) % HEADS
     column = head // GROUP * D
@@ -217,46 +205,34 @@ def _prompt_kernel(
         mbarrier.expect(q_ready.index(i), q.block_type.nbytes)
         _copy(q, [row + i * ROWS, head * D], q_ready.index(i), q_tiles.index(i))
     out += head * D
-    if SPECIALIZED:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        q_tiles.index(0), q_ready.index(0), k_ring, v_ring, k_ready, v_ready,
-                        k_free, v_free, keys, values, out,
-                        row, rows, position, count, first, column, scale, HEADS * D, False,
-                    ),
+                    q_tiles.index(0), q_ready.index(0), k_ring, v_ring, k_ready, v_ready,
+                    k_free, v_free, out, row, rows, position, count, scale, HEADS * D,
                 ),
+            ),
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        q_tiles.index(1), q_ready.index(1), k_ring, v_ring, k_ready, v_ready,
-                        k_free, v_free, keys, values, out,
-                        row + ROWS, rows - ROWS, position + ROWS, count, first, column, scale,
-                        HEADS * D, False,
-                    ),
+                    q_tiles.index(1), q_ready.index(1), k_ring, v_ring, k_ready, v_ready,
+                    k_free, v_free, out, row + ROWS, rows - ROWS, position + ROWS, count, scale,
+                    HEADS * D,
                 ),
+            ),
+            (
+                _produce,
                 (
-                    _produce,
-                    (
-                        k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
-                        count, first, column,
-                    ),
+                    k_ring, v_ring, k_ready, v_ready, k_free, v_free, keys, values,
+                    count, first, column,
                 ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        for i in gl.static_range(STAGES):
-            _fill(keys, k_ring, k_ready, i, count, first, column)
-            _fill(values, v_ring, v_ready, i, count, first, column)
-        _consume(
-            q_tiles.index(0), q_ready.index(0), k_ring, v_ring, k_ready, v_ready,
-            k_free, v_free, keys, values, out,
-            row, rows, position, count, first, column, scale, HEADS * D, True,
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
 
 
 @cache
@@ -272,40 +248,35 @@ def _described(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [n, heads * D], [x.stride(0), 1], [rows, D], layout)
 
 
-def supports(q: Tensor) -> bool:
-    """Whether this file's kernel can be used for such queries, and keys of their dtype."""
-    return (
-        capability(q.device)[0] == HOPPER
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in HEAD_DIMS
-    )
+def supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this file's kernel can be used for such queries and keys."""
+    sixteen_bits = dtype in (torch.bfloat16, torch.float16)
+    return capability(device)[0] == HOPPER and sixteen_bits and head_dim in HEAD_DIMS
 
 
 def prompt_attention(
-    q: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, scale: float, config: Config
+    q: Tensor, keys: Tensor, values: Tensor, tiles: Tensor, scale: float
 ) -> Tensor:
     """Tokens of prompt chunks attend to themselves and to all before them in their requests.
 
-    A request's keys and values must be finite, or its neighbours' outputs are not.
-
     Args:
         q: [n, heads, D], the chunks concatenated; heads contiguous, rows any stride of 16 bytes.
-        keys, values: [S, kv_heads, D], contiguous: those of each request, one after the other.
-        tiles: [·, 4] int32, contiguous: ``prompt_tiles`` of ``config.rows``, with a request's first
-            key as its slot.
+        keys, values: [S, kv_heads, D], contiguous: those of each request, one after the other. Up
+            to PADDING after a request's last must be finite.
+        tiles: [·, 4] int32, contiguous: ``prompt_tiles`` of TILE, with a request's first key as its
+            slot.
     Returns: [n, heads, D], dtype of q.
     """
     n, heads, D = q.shape
     q = q if q.stride(1) == D and q.stride(2) == 1 else q.contiguous()
     out = torch.empty(n, heads, D, dtype=q.dtype, device=q.device)
+    size = keys_of_tile(D)
     _prompt_kernel[(len(tiles) * heads,)](
-        _described(q, config.rows // 2 if config.specialized else config.rows),
-        *(_described(keys, config.keys), _described(values, config.keys)),
+        *(_described(q, ROWS), _described(keys, size), _described(values, size)),
         *(tiles, out, scale * math.log2(math.e)),
         HEADS=heads,
         GROUP=heads // keys.shape[1],
-        STAGES=config.stages,
-        SPECIALIZED=config.specialized,
-        num_warps=4 if config.specialized else config.rows // 16,
+        STAGES=STAGES,
+        num_warps=4,
     )
     return out

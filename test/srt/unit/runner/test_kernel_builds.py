@@ -45,10 +45,13 @@ from mamba_eagle.backend.triton.builds import (
 )
 from mamba_eagle.backend.triton.exact_backend import ExactBackend
 from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.kernels.float8 import gluon as float8_gluon
+from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.prompt_attention import gluon as prompt_attention
 from mamba_eagle.kernels.recurrence import gluon_prompts as recurrence_prompts
 from mamba_eagle.kernels.recurrence import gluon_verify as recurrence
 from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
@@ -417,10 +420,25 @@ def multiply_in_registers() -> None:
     four_bit_gluon.product(torch.zeros(3, 128).bfloat16(), weight, None)
 
 
+def multiply_blocks_in_registers() -> None:
+    x = Rounded(torch.zeros(3, 256).to(torch.float8_e4m3fn), torch.zeros(3, 2), 128)
+    weight = torch.zeros(5120, 256).to(torch.float8_e4m3fn)
+    float8_gluon.product(x, weight, torch.zeros(40, 2), None, torch.bfloat16, (128, 128))
+
+
+def attend_by_warp_groups() -> None:
+    q, keys = torch.zeros(8, 4, 256).bfloat16(), torch.zeros(128, 2, 256).bfloat16()
+    for _ in range(2):  # one kernel
+        tiles = torch.zeros(1, 4, dtype=torch.int32)
+        prompt_attention.prompt_attention(q, keys, keys, tiles, 1.0)
+
+
 @pytest.mark.parametrize(
     "module, launch",
     [
         (tree_gluon, verify_in_registers),
+        (float8_gluon, multiply_blocks_in_registers),
+        (prompt_attention, attend_by_warp_groups),
         (four_bit_gluon, multiply_in_registers),
         (recurrence, verify_token_by_token),
         (recurrence_prompts, scan_token_by_token),
