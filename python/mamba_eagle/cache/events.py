@@ -120,17 +120,33 @@ class ReachableBlocks(CacheWatcher):
         for block in self._of_node.pop(leaf):
             del self._known[block.hash]
 
-    def state_added(self, node: Node) -> None:
-        self._add(node, self._last_block(node, node.end))
+    def added(self, what: Node | Journal) -> None:
+        bottom = what if isinstance(what, Node) else what.bottom
+        block = self._ends[what] = self._last_block(bottom, what.end)
+        new: list[Block] = []
+        while block is not None:
+            uses = self._uses[block] = self._uses.get(block, 0) + 1
+            if uses > 1:
+                break
+            new.append(self._known[block])
+            block = new[-1].parent
+        if new:
+            new.reverse()
+            tokens = [token for each in new for token in each.tokens]
+            hashes = [each.hash for each in new]
+            self._changes.append(BlockStored(hashes, new[0].parent, tokens, self.block))
 
-    def state_dropped(self, node: Node) -> None:
-        self._drop(node)
-
-    def journal_added(self, journal: Journal) -> None:
-        self._add(journal, self._last_block(journal.bottom, journal.end))
-
-    def journal_dropped(self, journal: Journal) -> None:
-        self._drop(journal)
+    def dropped(self, what: Node | Journal) -> None:
+        block, gone = self._ends.pop(what), []
+        while block is not None:
+            self._uses[block] -= 1
+            if self._uses[block]:
+                break
+            del self._uses[block]
+            gone.append(block)
+            block = self._known[block].parent
+        if gone:
+            self._changes.append(BlockRemoved(gone))
 
     def cleared(self) -> None:
         self._reset()
@@ -157,30 +173,3 @@ class ReachableBlocks(CacheWatcher):
             node = node.parent
         assert node is not None
         return self._of_node[node][last // self.block - node.start // self.block - 1].hash
-
-    def _add(self, what: Node | Journal, block: int | None) -> None:
-        self._ends[what] = block
-        new: list[Block] = []
-        while block is not None:
-            uses = self._uses[block] = self._uses.get(block, 0) + 1
-            if uses > 1:
-                break
-            new.append(self._known[block])
-            block = new[-1].parent
-        if new:
-            new.reverse()
-            tokens = [token for each in new for token in each.tokens]
-            hashes = [each.hash for each in new]
-            self._changes.append(BlockStored(hashes, new[0].parent, tokens, self.block))
-
-    def _drop(self, what: Node | Journal) -> None:
-        block, gone = self._ends.pop(what), []
-        while block is not None:
-            self._uses[block] -= 1
-            if self._uses[block]:
-                break
-            del self._uses[block]
-            gone.append(block)
-            block = self._known[block].parent
-        if gone:
-            self._changes.append(BlockRemoved(gone))

@@ -48,7 +48,7 @@ class CachedJournals:
         bottom.reaching.append(journal)
         self.order.put(journal)
         self.states.journal_added(anchor, len(tokens))
-        self.tree.watcher.journal_added(journal)
+        self.tree.watcher.added(journal)
         return True
 
     def best(
@@ -75,7 +75,7 @@ class CachedJournals:
         journal.bottom.reaching.remove(journal)
         self.slots.free([journal.slot])
         self.states.order.update(journal.node)  # a hit there saves less now
-        self.tree.watcher.journal_dropped(journal)
+        self.tree.watcher.dropped(journal)
 
     def shorten(self, leaf: Node) -> None:
         """The leaf's KV is about to go: what reaches there reaches to its parent's end."""
@@ -84,7 +84,7 @@ class CachedJournals:
             if journal.node.end >= leaf.start:
                 self.drop(journal)
                 continue
-            self.tree.watcher.journal_dropped(journal)
+            self.tree.watcher.dropped(journal)
             leaf.reaching.remove(journal)
             journal.tokens = journal.tokens[: leaf.start - journal.node.end]
             if journal.hit_at > journal.end:
@@ -92,7 +92,7 @@ class CachedJournals:
             journal.bottom = leaf.parent
             leaf.parent.reaching.append(journal)
             self.states.order.put(journal.node)
-            self.tree.watcher.journal_added(journal)
+            self.tree.watcher.added(journal)
 
     def evict(self, keep: Collection[int]) -> AnchorMove | None:
         """Frees the journal slot of the journal that is least recently used, but for those that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, get_args
 
@@ -54,6 +55,7 @@ def salt_number(salt: str, adapter: int = 0) -> int:
     return int.from_bytes(digest, "big") | (ADAPTED if adapter else 0)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """Tokens [start, end) of a prefix.
 
@@ -61,51 +63,27 @@ class Node:
     references to it remain valid.
     """
 
-    __slots__ = (
-        "state_slot",
-        "children",
-        "end",
-        "followed",
-        "inflation",
-        "journals",
-        "kind",
-        "kv_slots",
-        "locks",
-        "parent",
-        "pins",
-        "reaching",
-        "salt",
-        "spare",
-        "state_followed",
-        "state_pins",
-        "state_used_at",
-        "tokens",
-        "used_at",
-        "used_time",
-    )
-
-    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
-        self.parent = parent
-        self.children: dict[int, Node] = {}  # key -> child
-        self.tokens = tokens
-        self.kv_slots = kv_slots
-        self.end = end
-        self.salt: int = 0 if parent is None else parent.salt  # of all nodes of one prefix
-        self.pins = 0  # pins that end here or below: its KV is evicted after all others
-        self.state_pins = 0  # pins that end here: the same for its state
-        self.followed = True  # the drafter has processed these tokens and all before them
-        self.locks = 0  # requests whose prefix runs through here
-        self.used_at = 0  # the cache's clock when the node was last on a matched path
-        self.used_time = 0.0  # time.monotonic() at that time; for people
-        self.state_slot = -1  # of the state after the node's last token; -1: none
-        # of that state:
-        self.kind: StateKind = "tail"
-        self.state_followed = True  # the drafter's own state is in the slot as well
-        self.spare = False  # stored although no request is known to ask for it, and not hit so far
-        self.state_used_at = 0  # the cache's clock when it was stored or last hit
-        self.journals: list[Journal] = []  # which begin there
-        self.reaching: list[Journal] = []  # whose last token is of this edge
-        self.inflation = 0  # the shelf's inflation at that time (CachedStates says what it is for)
+    parent: Node | None
+    tokens: Tokens
+    kv_slots: Indices
+    end: int
+    children: dict[int, Node] = field(default_factory=dict)  # key -> child
+    salt: int = 0  # of all nodes of one prefix
+    pins: int = 0  # pins that end here or below: its KV is evicted after all others
+    state_pins: int = 0  # pins that end here: the same for its state
+    followed: bool = True  # the drafter has processed these tokens and all before them
+    locks: int = 0  # requests whose prefix runs through here
+    used_at: int = 0  # the cache's clock when the node was last on a matched path
+    used_time: float = 0.0  # time.monotonic() at that time; for people
+    state_slot: int = -1  # of the state after the node's last token; -1: none
+    # of that state:
+    kind: StateKind = "tail"
+    state_followed: bool = True  # the drafter's own state is in the slot as well
+    spare: bool = False  # stored although no request is known to ask for it, and not hit so far
+    state_used_at: int = 0  # the cache's clock when it was stored or last hit
+    journals: list[Journal] = field(default_factory=list)  # which begin there
+    reaching: list[Journal] = field(default_factory=list)  # whose last token is of this edge
+    inflation: int = 0  # the shelf's inflation at that time (CachedStates says what it is for)
 
     @property
     def start(self) -> int:
@@ -159,16 +137,16 @@ class Node:
         return max((journal.end for journal in self.journals), default=self.end)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Journal:
     """Rows of the tokens that follow a node's state on some path, in a journal slot."""
 
-    __slots__ = ("bottom", "hit_at", "node", "slot", "tokens", "used_at")
-
-    def __init__(self, node: Node, bottom: Node, slot: int, tokens: Tokens, used_at: int) -> None:
-        """bottom: the node on whose edge its last token is."""
-        self.node, self.bottom, self.slot = node, bottom, slot
-        self.tokens, self.used_at = tokens, used_at
-        self.hit_at = 0  # the position that it served last; 0: none so far
+    node: Node
+    bottom: Node  # on whose edge its last token is
+    slot: int
+    tokens: Tokens
+    used_at: int
+    hit_at: int = 0  # the position that it served last; 0: none so far
 
     @property
     def end(self) -> int:
@@ -211,13 +189,10 @@ class CacheWatcher:
     def leaf_removed(self, leaf: Node) -> None:
         """Nothing that ends or begins at the leaf is left; ``leaf.parent`` is still set."""
 
-    def state_added(self, node: Node) -> None: ...
+    def added(self, what: Node | Journal) -> None:
+        """The node's state, or a journal."""
 
-    def state_dropped(self, node: Node) -> None: ...
-
-    def journal_added(self, journal: Journal) -> None: ...
-
-    def journal_dropped(self, journal: Journal) -> None: ...
+    def dropped(self, what: Node | Journal) -> None: ...
 
     def cleared(self) -> None: ...
 

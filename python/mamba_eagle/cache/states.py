@@ -65,7 +65,7 @@ class CachedStates:
         taken, node.state_slot = node.state_slot, -1
         node.spare = False
         self.order.remove(node)
-        self.tree.watcher.state_dropped(node)
+        self.tree.watcher.dropped(node)
         self.tree.leaves.update(node)  # without a state it is evicted sooner
         return taken
 
@@ -102,7 +102,7 @@ class CachedStates:
         self.order.put(node)
         if not node.spare:
             self._rerank_below(node)
-        self.tree.watcher.state_added(node)
+        self.tree.watcher.added(node)
 
     def _renew(self, node: Node) -> None:
         node.state_used_at = self.tree.clock

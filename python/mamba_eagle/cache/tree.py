@@ -170,9 +170,8 @@ class PrefixTree:
             self.leaves.put(node)
 
     def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: Indices, salt: int) -> Node:
-        leaf = Node(parent, tokens.copy(), kv_slots, parent.end + len(tokens))
-        leaf.salt = salt
-        leaf.used_at = self.clock
+        end = parent.end + len(tokens)
+        leaf = Node(parent, tokens.copy(), kv_slots, end, salt=salt, used_at=self.clock)
         parent.children[leaf.key] = leaf
         self.leaves.remove(parent)
         self.leaves.put(leaf)
