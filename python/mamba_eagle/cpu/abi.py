@@ -126,8 +126,8 @@ class PromptFrame(Block):
 
 
 class Step(Block):
-    """A decode step of the target; int64, but features, raw inputs, and what is bool. frame: the
-    address of the ``Frame`` of its pass."""
+    """A decode step of the target; int64, but features, raw inputs, and ``finished`` (bool).
+    frame: the address of the ``Frame`` of its pass, which has the layout of its trees."""
 
     _fields_ = fields("""
         frame slots[b] b T  # request slots
@@ -137,14 +137,12 @@ class Step(Block):
         # by request slot: tokens processed, state slots, journals; a path has places
         R processed[R] state_slot[R] journal_lengths[R] path[R, places] places
         history W max_journal  # K - 1; W; the longest that leaves room for a tree
-        # the layout; whether the step itself folds a journal (bool)
-        own_slots[b] state_slots[b] journal[b, W] journal_len[b] rows[b, T] tail[b, history] fold[b]
-        folded[b] prefix[b]  # rows that are folded before the step; processed, as it was then
+        folded[b]  # rows of the journals that are folded before the step
         row_features[R, W, F] pool_features[states, F] states
         conv_in[layers, R, history + W, channels] layers channels
         # the request table
         table[R, columns] columns last_token[R] remaining[R] stops[R, num_stops] num_stops
-        # accepted: the target's tokens; paths; finished (bool); positions of the states
+        # accepted: the target's tokens; paths; positions of the states
         target[b, T] D path_nodes[b, D] path_tokens[b, D] number[b] finished[b] folded_at[b]
     """)
 

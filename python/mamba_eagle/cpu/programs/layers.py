@@ -22,6 +22,7 @@ from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.products import Calls, multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.spans import layers as spans
 from mamba_eagle.cpu.weights import Mixer, layer_weights
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
@@ -314,35 +315,17 @@ class FusedLayers:
         if slots is not None:
             self.row_slots.point(slots=slots)
         if self.recurrent:
-            requests = self._describe(layout)
+            requests = describe_trees(self.frame, layout)
+            self.frame.point(parents=layout.parents)
         if attends:
-            trees = self._describe_attention(paged)
+            own, above = paged.tree
+            trees = describe_attention(self.frame, paged.sequences, own.shape[1])
+            self.frame.point(own=own, above=above)
         if rotates:
             rotate(self.frame, ctx.rotation)
         for part in parts:
             hidden = part(hidden, ctx, requests, trees)
         return hidden
-
-    def _describe(self, layout: Any) -> int:
-        """Returns the number of requests."""
-        frame = self.frame
-        frame.point(
-            slots=layout.slots, state_slots=layout.state_slots, journal=layout.journal,
-            journal_len=layout.journal_len, node_rows=layout.rows, parents=layout.parents,
-            tail=layout.tail, fold=layout.fold,
-        )  # fmt: skip
-        frame.requests, frame.nodes = layout.rows.shape
-        frame.max_journal, frame.history = layout.journal.shape[1], layout.tail.shape[1]
-        return frame.requests
-
-    def _describe_attention(self, paged: CpuTreeAttention | CpuLanes) -> int:
-        """Returns the number of trees."""
-        frame, (table, slots, prefix) = self.frame, paged.sequences
-        own, above = paged.tree
-        frame.point(table=table, attended=slots, prefix=prefix, own=own, above=above)
-        frame.table_rows, frame.positions = table.shape
-        frame.trees, frame.family = own.shape
-        return frame.trees
 
     def _parts(
         self, layers: Sequence[nn.Module], pool: KVPool | None, adapted: bool, rotates: bool
@@ -353,6 +336,27 @@ class FusedLayers:
             return Builder(self.frame, self._scheme(), pool, row_slots)
 
         return parts_of(layers, begin, pool is not None, rotates)
+
+
+def describe_trees(frame: abi.Frame, layout: TreeLayout) -> int:
+    """All but their nodes' parents. Returns the number of requests."""
+    frame.point(
+        slots=layout.slots, state_slots=layout.state_slots, journal=layout.journal,
+        journal_len=layout.journal_len, node_rows=layout.rows, tail=layout.tail, fold=layout.fold,
+    )  # fmt: skip
+    frame.requests, frame.nodes = layout.rows.shape
+    frame.max_journal, frame.history = layout.journal.shape[1], layout.tail.shape[1]
+    return frame.requests
+
+
+def describe_attention(frame: abi.Frame, sequences: Sequence[np.ndarray], family: int) -> int:
+    """All but the nodes. sequences: slot table, request slots, prefixes. Returns the number of
+    trees."""
+    table, slots, prefix = sequences
+    frame.point(table=table, attended=slots, prefix=prefix)
+    (frame.table_rows, frame.positions), frame.family = table.shape, family
+    frame.trees = len(slots)
+    return frame.trees
 
 
 def rotate(frame: abi.Frame, rotation: Rotation) -> None:

@@ -21,7 +21,14 @@ from mamba_eagle.backend.programs import Network, Passed
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import Builder, normed_by, residuals_of, rotate
+from mamba_eagle.cpu.programs.layers import (
+    Builder,
+    describe_attention,
+    describe_trees,
+    normed_by,
+    residuals_of,
+    rotate,
+)
 from mamba_eagle.cpu.programs.products import multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
@@ -55,7 +62,8 @@ class Sized(NamedTuple):
 
     layout: TreeLayout
     positions: Tensor
-    step: abi.Step  # as it is before a step
+    step: abi.Step  # as both are before a step
+    frame: abi.Frame
     arrays: list[Tensor]
 
 
@@ -152,37 +160,33 @@ class TargetProgram:
             scratch.grow(b * T)
             for call in self.builder.calls:
                 call.place(scratch)
-            self.frame.stream = scratch.at("stream")
         return found
 
     def _new_size(self, b: int, T: int) -> Sized:
         size, history = self.scheme.size, self.scheme.rows.history
         shapes = {
-            "own_slots": (b,), "state_slots": (b,), "journal": (b, size.rows),
+            "slots": (b,), "state_slots": (b,), "journal": (b, size.rows),
             "journal_len": (b,), "rows": (b, T), "tail": (b, history),
             "folded": (b,), "prefix": (b,), "positions": (b, T),
         }  # fmt: skip
         made = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
         made["fold"] = torch.zeros(b, dtype=torch.bool)
+        folded, prefix, positions = (made.pop(name) for name in ("folded", "prefix", "positions"))
         step = abi.Step.from_buffer_copy(self.step)
-        step.point(**made)
+        step.point(folded=folded, positions=positions)
         step.assign(b=b, T=T, max_journal=size.rows - max(T, size.nodes) - size.spare)
-        layout = TreeLayout(
-            slots=made["own_slots"].numpy(),
-            parents=None,
-            ancestors=None,
-            **{
-                name: made[name].numpy()
-                for name in ("state_slots", "journal", "journal_len", "rows", "tail", "fold")
-            },
-        )
-        return Sized(layout, made["positions"], step, list(made.values()))
+        arrays = {name: part.numpy() for name, part in made.items()}
+        layout, frame = TreeLayout(parents=None, ancestors=None, **arrays), abi.Frame(rows=b * T)
+        describe_trees(frame, layout)
+        sequences = (self.table.kv_slots.numpy(), layout.slots, prefix.numpy())
+        describe_attention(frame, sequences, T)
+        return Sized(layout, positions, step, frame, [folded, prefix])
 
     # ── a step ──
 
     def verify(self, slots: Tensor, kv_slots: Tensor, tree: Tree) -> Passed:
         b, T = tree.tokens.shape
-        n, sized, step = b * T, self._of_size(b, T), self.step
+        n, sized, step, frame = b * T, self._of_size(b, T), self.step, self.frame
         features, logits = torch.empty(b, T, self.size), torch.empty(b, T, self.width)
         given = [slots, kv_slots, tree.tokens, tree.parents, tree.depths]
         given = [part.contiguous() for part in given]
@@ -190,17 +194,20 @@ class TargetProgram:
             own = slots_of_rows()
             assert own is not None
             self.row_slots.point(slots=own)
-        ctypes.memmove(step.address, sized.step.address, ctypes.sizeof(step))
+        for block, before in ((step, sized.step), (frame, sized.frame)):
+            ctypes.memmove(block.address, before.address, ctypes.sizeof(block))
         step.slots, step.kv_slots, step.tokens, step.parents, step.depths = (
             part.data_ptr() for part in given
         )
+        frame.own, frame.stream = step.kv_slots, self.builder.scratch.at("stream")
+        frame.parents = frame.above = step.parents
         step.features = self.norm.block.out = features.data_ptr()
         if self.reads_features:
             self.logits.block.x = features.data_ptr()
         self.embed.block.tokens, self.logits.block.y = step.tokens, logits.data_ptr()
         rotation = self._rotation(slots, tree)
         if rotation is not None:
-            rotate(self.frame, rotation)
+            rotate(frame, rotation)
         self.program.run(n, b, b)
         outputs, scale = self.parts.logits.weight.shape[0], self.parts.logits_scale
         if outputs != self.width:

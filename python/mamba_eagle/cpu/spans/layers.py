@@ -126,15 +126,13 @@ def _residual(arguments, first, last):
 
 
 @kernel
-def recurrence_of(own):
-    """What ``_enter`` and ``_head`` take."""
-    frame = frame_at(own.frame)
-    n, b, T, most = frame.rows, frame.requests, frame.nodes, frame.max_journal
-    R, K, W, H, P, N, G = own.R, own.K, own.W, own.H, own.P, own.N, own.G
-    nodes = TreeLayout(
+def layout_of(frame):
+    """Of the pass's trees."""
+    b, T = frame.requests, frame.nodes
+    return TreeLayout(
         ints(frame.slots, b),
         ints(frame.state_slots, b),
-        ints(frame.journal, (b, most)),
+        ints(frame.journal, (b, frame.max_journal)),
         ints(frame.journal_len, b),
         ints(frame.node_rows, (b, T)),
         ints(frame.parents, (b, T)),
@@ -142,6 +140,15 @@ def recurrence_of(own):
         ints(frame.tail, (b, frame.history)),
         bools(frame.fold, b),
     )
+
+
+@kernel
+def recurrence_of(own):
+    """What ``_enter`` and ``_head`` take."""
+    frame = frame_at(own.frame)
+    n, b, T, most = frame.rows, frame.requests, frame.nodes, frame.max_journal
+    R, K, W, H, P, N, G = own.R, own.K, own.W, own.H, own.P, own.N, own.G
+    nodes = layout_of(frame)
     weights = LayerWeights(
         floats(own.conv, (K + 1, own.channels)), floats(own.heads, (3, H)), own.low, own.high
     )

@@ -21,8 +21,7 @@ from mamba_eagle.cpu.ops.tree_verify import (
 )
 from mamba_eagle.cpu.products.transpose import place_in_pairs
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.spans.layers import frame_at, recurrence_at, recurrence_of
-from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.cpu.spans.layers import frame_at, layout_of, recurrence_at, recurrence_of
 from mamba_eagle.machine_code import kernel, numba
 
 step_at, stored_rows_at = reader(abi.Step), reader(abi.StoredRows)
@@ -82,7 +81,7 @@ def _crowded(arguments, first, last):
     """Which journals are folded: those that leave no room for the trees."""
     step = step_at(arguments)
     slots, lengths = ints(step.slots, step.b), ints(step.journal_lengths, step.R)
-    own, folded = ints(step.own_slots, step.b), ints(step.folded, step.b)
+    own, folded = ints(frame_at(step.frame).slots, step.b), ints(step.folded, step.b)
     for r in range(step.b):
         own[r] = slots[r]
         length = lengths[slots[r]]
@@ -93,9 +92,9 @@ def _fold(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``fold``."""
     own = recurrence_at(arguments)
     step, H = step_at(own.step), own.H
-    slots, folded = ints(step.own_slots, step.b), ints(step.folded, step.b)
     state_slot, path = ints(step.state_slot, step.R), ints(step.path, (step.R, step.places))
-    _, _, buffers, _, _ = recurrence_of(own)
+    nodes, _, buffers, _, _ = recurrence_of(own)
+    slots, folded = nodes.slots, ints(step.folded, step.b)
     for task in range(first, last):
         r, h = task // H, task % H
         length = folded[r]
@@ -121,43 +120,23 @@ def _kept(step):
 
 
 def _open(arguments, first, last):
-    """What follows folds, the layout of the step's trees, and what attention reads."""
+    """What follows folds, the layout of the step's trees, and where they begin."""
     step = step_at(arguments)
     frame = frame_at(step.frame)
-    b, T, R, W = step.b, step.T, step.R, step.W
-    slots, processed, kept = ints(step.own_slots, b), ints(step.processed, R), _kept(step)
+    nodes, kept = layout_of(frame), _kept(step)
+    (b, T), slots, processed = nodes.rows.shape, nodes.slots, ints(step.processed, step.R)
     empty_journals(slots, ints(step.folded, b), *kept)
-    nodes = TreeLayout(
-        slots,
-        ints(step.state_slots, b),
-        ints(step.journal, (b, W)),
-        ints(step.journal_len, b),
-        ints(step.rows, (b, T)),
-        None,
-        None,
-        ints(step.tail, (b, step.history)),
-        bools(step.fold, b),
-    )
     begin(
         slots, *kept[:3], nodes.state_slots, nodes.journal, nodes.journal_len, nodes.rows,
         nodes.tail,
     )  # fmt: skip
     fold_in_step(nodes, *kept)
     positions, depths = ints(step.positions, (b, T)), ints(step.depths, (b, T))
-    prefix = ints(step.prefix, b)
+    prefix = ints(frame.prefix, b)
     for r in range(b):
         prefix[r] = processed[slots[r]]
         for i in range(T):
             positions[r, i] = prefix[r] + depths[r, i]
-    frame.rows = b * T
-    frame.slots, frame.state_slots = step.own_slots, step.state_slots
-    frame.journal, frame.journal_len = step.journal, step.journal_len
-    frame.node_rows, frame.parents = step.rows, step.parents
-    frame.tail, frame.fold = step.tail, step.fold
-    frame.requests, frame.nodes, frame.max_journal, frame.history = b, T, W, step.history
-    frame.table, frame.table_rows, frame.positions = step.table, R, step.columns
-    frame.attended, frame.prefix = step.own_slots, step.prefix
-    frame.own, frame.above, frame.family, frame.trees = step.kv_slots, step.parents, T, b
 
 
 def _commit(arguments, first, last):
@@ -165,6 +144,7 @@ def _commit(arguments, first, last):
     step = step_at(arguments)
     b, T, R, D, F = step.b, step.T, step.R, step.D, step.size
     slots, lengths = ints(step.slots, b), ints(step.journal_lengths, R)
+    rows = ints(frame_at(step.frame).node_rows, (b, T))
     processed, remaining = ints(step.processed, R), ints(step.remaining, R)
     nodes, tokens = ints(step.path_nodes, (b, D)), ints(step.path_tokens, (b, D))
     count, finished = ints(step.number, b), bools(step.finished, b)
@@ -173,9 +153,8 @@ def _commit(arguments, first, last):
         ints(step.stops, (R, step.num_stops)), remaining, slots, nodes, tokens, count, finished,
     )  # fmt: skip
     extend_journals(
-        slots, ints(step.rows, (b, T)), nodes, count, floats(step.features, (b * T, F)),
-        step.history, ints(step.path, (R, step.places)), lengths,
-        floats(step.row_features, (R, step.W, F)),
+        slots, rows, nodes, count, floats(step.features, (b * T, F)), step.history,
+        ints(step.path, (R, step.places)), lengths, floats(step.row_features, (R, step.W, F)),
     )  # fmt: skip
     commit(
         slots, ints(step.kv_slots, (b, T)), nodes, tokens, count, finished,
