@@ -424,9 +424,3 @@ class Job(Block):
     CallRows; min_shared: nanoseconds of work from which on a call is shared out."""
 
     _fields_ = fields("control calls[count] count rows requests trees threads min_shared")
-
-
-class SeriesJob(Block):
-    """stop: the address of a word; no program begins any more once it is not 0."""
-
-    _fields_ = fields("stop jobs[programs]")

@@ -21,12 +21,13 @@ import platform
 import sys
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba.core import types
 
-from mamba_eagle.cpu.abi import CallRow, Job, SeriesJob, reader
+from mamba_eagle.cpu.abi import CallRow, Job, reader
 from mamba_eagle.cpu.memory import (
     add,
     call_function,
@@ -58,7 +59,7 @@ EVERYBODY = 1 << 30
 # Nanoseconds of work below which a call is not shared out.
 MIN_SHARED = 4_000
 
-job_at, series_at, CALL_ROW = reader(Job), reader(SeriesJob), np.dtype(CallRow)
+job_at, CALL_ROW = reader(Job), np.dtype(CallRow)
 
 
 def _inline(function: Any) -> Any:
@@ -138,17 +139,13 @@ def _run(address):  # noqa: ANN001, ANN202
             _share(job.control, call.function, call.arguments, units, chunk)
 
 
-def _lead(job, _first, _last):  # noqa: ANN001, ANN202
-    _run(job)
-
-
-def _lead_series(address, programs, _last):  # noqa: ANN001, ANN202
-    """Run the first ``programs`` programs, until a word is not 0."""
-    series = series_at(address)
-    jobs = numba.carray(pointer_to(series.jobs), programs, np.int64)
-    for i in range(programs):
-        _run(jobs[i])
-        if load(series.stop) != 0:
+def _lead(jobs, count, stop):  # noqa: ANN001, ANN202
+    """Run programs, those of ``count`` ``Job``s; none is begun any more once the word at ``stop``
+    is not 0."""
+    addresses = numba.carray(pointer_to(jobs), count, np.int64)
+    for i in range(count):
+        _run(addresses[i])
+        if stop != 0 and load(stop) != 0:
             break
 
 
@@ -156,6 +153,12 @@ def compiled(function: Any) -> Any:
     """``function(arguments, first, last)`` as a C function, compiled or from Numba's cache."""
     kind = types.void(types.int64, types.int64, types.int64)
     return numba.cfunc(kind, cache=True)(function)
+
+
+@cache
+def leader() -> Any:
+    """``_lead``, compiled at the first call."""
+    return compiled(_lead)
 
 
 class Team:
@@ -183,13 +186,13 @@ class Team:
             worker.start()
         self._one = CallRow()
         self._job = Job(control=self.address, calls=self._one.address, count=1, threads=threads)
-        self._lead = leader()
+        self._jobs = ctypes.c_int64(self._job.address)
 
     def share(self, function: int, arguments: int, units: int) -> None:
         """One call; the caller is the only leader."""
         one = self._one
         one.function, one.arguments, one.units = function, arguments, units
-        self._lead(self._job.address, 0, 0)
+        leader().ctypes(ctypes.addressof(self._jobs), 1, 0)
 
     def dissolve(self) -> None:
         """End the workers; nothing may be running."""
@@ -246,18 +249,23 @@ def share(function: int, arguments: int, units: int) -> bool:
     return True
 
 
-def _leads(programs: tuple[Program, ...]) -> bool:
-    """Whether this thread leads the team from now on, for these programs. A team has one leader;
-    another thread works alone."""
+def _run_first(count: int, jobs: int, programs: tuple[Program, ...], stop: int = 0) -> None:
+    """Run the first ``count`` of the jobs whose addresses lie at ``jobs``; they are of these
+    programs. This thread leads the team, which has one leader; where another leads, it works alone.
+    """
     team = _team
     leads = team is not None and _leading.acquire(blocking=False)
     for program in programs:
-        job = program._job
+        job = program.job
         if team is not None and leads:
             job.control, job.threads, job.min_shared = team.address, team.threads, MIN_SHARED
         else:
             job.control, job.threads = 0, 1
-    return leads
+    try:
+        leader().ctypes(jobs, count, stop)
+    finally:
+        if leads:
+            _leading.release()
 
 
 class Program:
@@ -266,24 +274,18 @@ class Program:
     def __init__(self, calls: Sequence[CallRow]) -> None:
         """Blocks that the calls name must stay."""
         self.calls = (CallRow * len(calls))(*calls)
-        self._job = Job(calls=ctypes.addressof(self.calls), count=len(calls), threads=1)
-        self._address = self._job.address
-        self._lead = leader()
+        self.job = Job(calls=ctypes.addressof(self.calls), count=len(calls), threads=1)
+        self._jobs = ctypes.c_int64(self.job.address)
+        leader()  # is compiled now, and not at the first run
 
     def run(self, rows: int, requests: int, trees: int = 0) -> None:
         """rows, requests, trees: in this step."""
         self.prepare(rows, requests, trees)
-        leads = _leads((self,))
-        try:
-            self._lead(self._address, 0, 0)
-        finally:
-            if leads:
-                _leading.release()
+        _run_first(1, ctypes.addressof(self._jobs), (self,))
 
     def prepare(self, rows: int, requests: int, trees: int) -> None:
         """What ``run`` is given, for a ``Series``."""
-        job = self._job
-        job.rows, job.requests, job.trees = rows, requests, trees
+        self.job.rows, self.job.requests, self.job.trees = rows, requests, trees
 
 
 class Series:
@@ -292,27 +294,9 @@ class Series:
 
     def __init__(self, programs: Sequence[Program], stop: int) -> None:
         """stop: the address of a word; none is begun any more once it is not 0."""
-        self.programs = tuple(dict.fromkeys(programs))
-        self._order = (ctypes.c_int64 * len(programs))(*[p._address for p in programs])
-        self._job = SeriesJob(stop=stop, jobs=ctypes.addressof(self._order))
-        self._address = self._job.address
-        self._lead = leader(_lead_series)
+        self.programs, self.stop = tuple(dict.fromkeys(programs)), stop
+        self._jobs = (ctypes.c_int64 * len(programs))(*[p.job.address for p in programs])
 
     def run(self, count: int) -> None:
         """The first ``count`` programs, which are prepared."""
-        leads = _leads(self.programs)
-        try:
-            self._lead(self._address, count, 0)
-        finally:
-            if leads:
-                _leading.release()
-
-
-_leaders: dict[Any, Any] = {}
-
-
-def leader(kind: Any = _lead) -> Any:
-    """``_lead`` or ``_lead_series``, compiled at the first call."""
-    if kind not in _leaders:
-        _leaders[kind] = compiled(kind)
-    return _leaders[kind].ctypes
+        _run_first(count, ctypes.addressof(self._jobs), self.programs, self.stop)
