@@ -237,15 +237,12 @@ def grouped_product(form: Form, dots: Callable[[Code, int], Dots] = dots_of_this
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b = code.builder
         given = code.fields(arguments, abi.GroupedProduct)
-        inputs = (given.numbers, given.scale, given.total)
-        weight = (given.codes, given.weight_scale, given.weight_minimum)
-        addresses = (*inputs, *weight, given.y)
         with code.loop(b.sub(last, first)) as index:
             block = b.add(first, index)
             code.row_tiles(
                 given.rows,
                 lambda count, row: _Tile(code, form, dots(code, form.bits), count).write(
-                    addresses, (given.groups, given.width), row, block
+                    given, row, block
                 ),
             )
 
@@ -260,34 +257,33 @@ class _Tile:
         self.offset = 0 if form.minimum else dots.offset
         self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
 
-    def write(self, given: tuple[Any, ...], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
-        code, b = self.code, self.code.builder
-        numbers, scale, total, codes, w_scale, w_minimum, y = given
-        groups, width = sizes
+    def write(self, given: Any, row: Any, block: Any) -> None:
+        """given: the fields of an ``abi.GroupedProduct``."""
+        code, b, groups = self.code, self.code.builder, given.groups
         sums = code.holding([FLOATS([0.0] * LANES)] * len(self.rows))
         rows = [b.add(row, I64(r)) for r in self.rows]
         inputs = [
             (
-                code.at(numbers, code.times(one, groups, I64(GROUP)), I8),
-                code.at(scale, b.mul(one, groups), F32),
-                code.at(total, b.mul(one, groups), I32),
+                code.at(given.numbers, code.times(one, groups, I64(GROUP)), I8),
+                code.at(given.scale, b.mul(one, groups), F32),
+                code.at(given.total, b.mul(one, groups), I32),
             )
             for one in rows
         ]
         before = b.mul(block, groups)
         with code.loop(groups) as group:
             at = b.add(before, group)
-            place = code.at(codes, b.mul(at, I64(self.bytes)), I8)
+            place = code.at(given.codes, b.mul(at, I64(self.bytes)), I8)
             if self.form.bits == 4 and len(self.rows) <= FEW:
                 code.prefetch(place, AHEAD, self.bytes)
             weights = [self.dots.prepared(each) for each in self._weights(place)]
-            scales = self._scales(w_scale, at)
-            minima = self._scales(w_minimum, at) if self.form.minimum else None
+            scales = self._scales(given.weight_scale, at)
+            minima = self._scales(given.weight_minimum, at) if self.form.minimum else None
             for one, place in zip(inputs, sums, strict=True):
                 self._add(one, group, weights, (scales, minima), place)
         for one, place in zip(rows, sums, strict=True):
-            at = b.add(b.mul(one, width), b.mul(block, I64(LANES)))
-            code.store(b.load(place), y, at)
+            at = b.add(b.mul(one, given.width), b.mul(block, I64(LANES)))
+            code.store(b.load(place), given.y, at)
 
     def _weights(self, pointer: Any) -> list[Any]:
         """A group's codes: eight vectors of four inputs and 16 outputs."""

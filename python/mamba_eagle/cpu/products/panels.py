@@ -64,15 +64,13 @@ def _product(kind: str) -> Any:
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b = code.builder
         given = code.fields(arguments, abi.Product)
-        inputs, width = given.inputs, given.width
         with code.loop(b.sub(last, first)) as index:
             panel = b.add(first, index)
 
             def tile(count: int, row: Any) -> None:
                 for output in range(0, PANEL, SHARED[count]):
-                    _Tile(code, kind, count, SHARED[count], output == 0).write(
-                        (given.x, given.weight, given.y), (inputs, width), row, (panel, output)
-                    )
+                    own = _Tile(code, kind, count, SHARED[count], asks=output == 0)
+                    own.write(given, row, panel, output)
 
             code.row_tiles(given.rows, tile, max(SHARED))
 
@@ -88,21 +86,19 @@ class _Tile:
         self.kind, self.asks = kind, asks
         self.rows, self.vectors = range(rows), range(0, outputs, self.code.lanes)
 
-    def write(
-        self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, place: tuple[Any, int]
-    ) -> None:
-        """row: the first one; place: the panel, and its first output."""
-        code, b = self.code, self.code.builder
-        (x, weight, y), (inputs, width), (panel, output) = pointers, sizes, place
+    def write(self, given: Any, row: Any, panel: Any, output: int) -> None:
+        """given: the fields of an ``abi.Product``; row: the first one; output: the panel's first
+        one."""
+        code, b, inputs = self.code, self.code.builder, given.inputs
         count = len(self.rows) * len(self.vectors)
         whole, part = code.variables(count), code.variables(count)
         zero = code.of(F32)([0.0] * code.lanes)
         for sums in whole:
             b.store(zero, sums)
-        given = [code.at(x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
+        rows = [code.at(given.x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
         first = b.add(b.mul(panel, I64(PANEL)), I64(output))
         begin_weights = b.add(code.times(panel, inputs, I64(PANEL)), I64(output))
-        weights = code.at(weight, begin_weights, self.stored)
+        weights = code.at(given.weight, begin_weights, self.stored)
         with code.loop(b.udiv(b.add(inputs, I64(SPAN - 1)), I64(SPAN))) as span:
             begin = b.mul(span, I64(SPAN))
             left = b.sub(inputs, begin)
@@ -110,22 +106,22 @@ class _Tile:
             for sums in part:
                 b.store(zero, sums)
             with code.loop(length) as index:
-                self._multiply(given, weights, b.add(begin, index), part)
+                self._multiply(rows, weights, b.add(begin, index), part)
             for sums, more in zip(whole, part, strict=True):
                 b.store(b.fadd(b.load(sums), b.load(more)), sums)
         for i, sums in enumerate(whole):
             r, v = divmod(i, len(self.vectors))
-            at = b.mul(b.add(row, I64(r)), width)
-            code.store(b.load(sums), y, code.sum(at, first, I64(self.vectors[v])))
+            at = b.mul(b.add(row, I64(r)), given.width)
+            code.store(b.load(sums), given.y, code.sum(at, first, I64(self.vectors[v])))
 
-    def _multiply(self, given: list[Any], weights: Any, i: Any, sums: list[Any]) -> None:
+    def _multiply(self, rows: list[Any], weights: Any, i: Any, sums: list[Any]) -> None:
         """Add the products of input i."""
         code, b = self.code, self.code.builder
         row = code.at(weights, b.mul(i, I64(PANEL)), self.stored)
         if self.asks:
             code.prefetch(row, AHEAD, PANEL * self.bytes)
         wide = self._pairs(row) if self.kind == "bfloat" else self._numbers(row)
-        for r, pointer in enumerate(given):
+        for r, pointer in enumerate(rows):
             factor = code.splat(code.load(pointer, i, F32))
             for v, numbers in enumerate(wide):
                 place = sums[r * len(wide) + v]
