@@ -243,19 +243,11 @@ def _header(path: Path, cursor: _Cursor) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-class _Described(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-def _described(cursor: _Cursor) -> _Described:
+def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Of the next tensor: its name, shape, type, and where it begins behind the header."""
     name = cursor.text()
     sizes = [cursor.count() for _ in range(min(cursor.number("<I"), 8))]
-    return _Described(
-        name, tuple(reversed(sizes)) or (1,), cursor.number("<I"), cursor.count(1 << 62)
-    )
+    return name, tuple(reversed(sizes)) or (1,), cursor.number("<I"), cursor.count(1 << 62)
 
 
 def _type_name(kind: int) -> str:

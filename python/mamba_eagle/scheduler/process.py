@@ -191,13 +191,7 @@ class SchedulerProcess:
         self.plans.linger(GOODBYE_MS)
         with contextlib.suppress(zmq.Again):  # a rank of another machine that is gone
             self.plans.send(Shutdown())
-        pipes: tuple[Any, ...] = (
-            self.requests,
-            self.results,
-            self.plans,
-            self.outputs,
-            self.heartbeats,
-        )
+        pipes: Any = (self.requests, self.results, self.plans, self.outputs, self.heartbeats)
         for pipe in pipes:
             pipe.close()
 
