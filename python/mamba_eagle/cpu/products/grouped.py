@@ -205,9 +205,8 @@ class PairDots(Dots):
 
     def _halves(self, vector: Any) -> list[Any]:
         """Of 16 integers, as bytes."""
-        b, half = self.code.builder, LANES // 2
-        lanes = [HALF_INTS(list(range(first, first + half))) for first in (0, half)]
-        return [b.bitcast(b.shuffle_vector(vector, vector, own), BYTES) for own in lanes]
+        halves = (range(LANES // 2), range(LANES // 2, LANES))
+        return [self.code.builder.bitcast(self.code.lanes_of(vector, own), BYTES) for own in halves]
 
     def _call(self, name: str, result: Any, *values: Any) -> Any:
         return self.code.call(f"llvm.x86.avx2.{name}", result, *values)

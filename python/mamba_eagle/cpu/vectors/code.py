@@ -50,6 +50,11 @@ class Code:
         one = b.insert_element(empty, value, I32(0))
         return b.shuffle_vector(one, empty, ir.Constant(self.of(I32), [0] * self.lanes))
 
+    def lanes_of(self, vector: Any, wanted: range) -> Any:
+        """Some lanes of a vector as a shorter one."""
+        mask = ir.Constant(ir.VectorType(I32, len(wanted)), list(wanted))
+        return self.builder.shuffle_vector(vector, vector, mask)
+
     def at(self, pointer: Any, index: Any, kind: Any) -> Any:
         """The address of an element; pointer: of any type, or its number."""
         b = self.builder

@@ -6,7 +6,7 @@ from typing import Any
 from numba.core import cgutils, errors, types
 from numba.extending import intrinsic
 
-from mamba_eagle.cpu.vectors.code import F32, FLOATS, I64, LANES, Code, ir
+from mamba_eagle.cpu.vectors.code import F32, FLOATS, I32, I64, LANES, Code
 
 
 class _Squares(Code):
@@ -22,12 +22,8 @@ class _Squares(Code):
         total, width = b.load(sums), LANES
         while width > 1:
             width //= 2
-            indices = [
-                ir.VectorType(ir.IntType(32), width)(list(range(at, at + width)))
-                for at in (0, width)
-            ]
-            total = b.fadd(*(b.shuffle_vector(total, total, each) for each in indices))
-        b.store(b.extract_element(total, ir.IntType(32)(0)), rest)
+            total = b.fadd(*(self.lanes_of(total, range(at, at + width)) for at in (0, width)))
+        b.store(b.extract_element(total, I32(0)), rest)
         first = b.mul(vectors, I64(LANES))
         with self.loop(b.sub(size, first)) as index:
             one = self.load(x, b.add(first, index), F32)

@@ -63,11 +63,6 @@ class _Code(Code):
         self.check(pointer, index, LANES)
         super().store(value, pointer, index)
 
-    def lanes_of(self, vector: Any, wanted: range) -> Any:
-        """Some lanes of a vector as a shorter one."""
-        mask = ir.Constant(ir.VectorType(I32, len(wanted)), list(wanted))
-        return self.builder.shuffle_vector(vector, vector, mask)
-
     def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
         product = self.builder.fmul(x, y, flags=("contract",))
         return self.builder.fadd(z, product, flags=("contract",))
