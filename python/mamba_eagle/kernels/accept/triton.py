@@ -89,16 +89,8 @@ def accept_and_truncate(
     b, T = parents.shape
     width = stop_tokens.shape[1]
     _accept_kernel[(b,)](
-        tree_tokens.contiguous(),
-        parents.contiguous(),
-        target.contiguous(),
-        stop_tokens,
-        remaining,
-        slots,
-        nodes,
-        tokens,
-        count,
-        finished.view(torch.uint8),
+        *(tree_tokens.contiguous(), parents.contiguous(), target.contiguous(), stop_tokens),
+        *(remaining, slots, nodes, tokens, count, finished.view(torch.uint8)),
         T,
         width,
         D=nodes.shape[1],
@@ -164,18 +156,9 @@ def commit(
     """
     b, D = nodes.shape
     _commit_kernel[(b,)](
-        slots,
-        own.contiguous(),
-        nodes,
-        tokens,
-        count,
-        finished.view(torch.uint8),
-        kv_slots,
-        processed,
-        last_token,
-        remaining,
-        own.shape[1],
-        kv_slots.shape[1],
+        *(slots, own.contiguous(), nodes, tokens, count, finished.view(torch.uint8), kv_slots),
+        *(processed, last_token, remaining),
+        *(own.shape[1], kv_slots.shape[1]),
         D=D,
         DP=next_power_of_2(D),
         num_warps=1,

@@ -88,24 +88,9 @@ def take_pending(
     """
     b, E = nodes.shape
     _take_kernel[(b,)](
-        slots,
-        counts,
-        remaining,
-        processed,
-        pending,
-        pending_tokens,
-        kv_slots,
-        nodes,
-        tokens,
-        count,
-        finished.view(torch.uint8),
-        prefix,
-        own,
-        positions,
-        E,
-        pending_tokens.shape[1],
-        kv_slots.shape[1],
-        padding_slot,
+        *(slots, counts, remaining, processed, pending, pending_tokens, kv_slots, nodes, tokens),
+        *(count, finished.view(torch.uint8), prefix, own, positions),
+        *(E, pending_tokens.shape[1], kv_slots.shape[1], padding_slot),
         EP=next_power_of_2(E),
         num_warps=1,
     )
@@ -161,13 +146,7 @@ def append_pending(
     """
     b, D, F = entries.shape
     _append_kernel[(b,)](
-        slots,
-        tokens,
-        count,
-        entries.contiguous(),
-        pending_tokens,
-        pending_features,
-        pending,
+        *(slots, tokens, count, entries.contiguous(), pending_tokens, pending_features, pending),
         pending_tokens.shape[1],
         D=D,
         DP=next_power_of_2(D),

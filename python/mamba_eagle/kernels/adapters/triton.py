@@ -340,16 +340,8 @@ def add_(
     common = {"PARTS": parts, "RANK": rank, "RANKS": RANKS, "TOKENS": config.tokens,
               "PRECISION": "ieee", "num_warps": config.warps, **overlapping(device)}  # fmt: skip
     _shrink_kernel[(chunks * parts * (rank // RANKS), rows, config.groups)](
-        x,
-        scale,
-        slots,
-        adapters.down,
-        adapters.ranks,
-        small,
-        n,
-        columns,
-        x.stride(0),
-        int(scale is not None and len(scale) > 1),
+        *(x, scale, slots, adapters.down, adapters.ranks, small),
+        *(n, columns, x.stride(0), int(scale is not None and len(scale) > 1)),
         CHUNK=config.chunk,
         STEP=config.step,
         STAGES=config.stages,
@@ -360,15 +352,8 @@ def add_(
     if config.side:
         expand, tiles, common["SIDE"] = _expand_kernel, adapters.tiles[0], config.side
     expand[(len(tiles), rows)](
-        y,
-        small,
-        slots,
-        adapters.up,
-        adapters.ranks,
-        tiles,
-        n,
-        adapters.up.shape[2],
-        y.stride(0),
+        *(y, small, slots, adapters.up, adapters.ranks, tiles),
+        *(n, adapters.up.shape[2], y.stride(0)),
         CHUNKS=chunks,
         CHANNELS=CHANNELS,
         ALIGN=adapters.align,

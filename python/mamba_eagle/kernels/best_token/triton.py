@@ -7,6 +7,8 @@ One rank alone needs no keys: the first launch finds the largest score of each p
 second the first place of the largest of all, in one part.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -78,15 +80,11 @@ def best_keys(scores: Tensor, first: int, width: int, noise: RowNoise | None) ->
     n, V = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     keys = torch.empty(n, cdiv(width, BLOCK), dtype=torch.int64, device=scores.device)
+    added: Sequence[Tensor | None] = (None,) * 3
+    if noise is not None:
+        added = [part.contiguous() for part in (noise.seeds, noise.positions, noise.temperatures)]
     _best_kernel[(keys.shape[1], n)](
-        scores,
-        None if noise is None else noise.seeds.contiguous(),
-        None if noise is None else noise.positions.contiguous(),
-        None if noise is None else noise.temperatures.contiguous(),
-        keys,
-        V,
-        scores.stride(0),
-        first,
+        *(scores, *added, keys, V, scores.stride(0), first),
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -135,12 +133,7 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
     maxima = maxima_of(flat, part, read, warps, True)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
     _place_kernel[(n,)](
-        flat,
-        maxima,
-        tokens,
-        V,
-        flat.stride(0),
-        parts,
+        *(flat, maxima, tokens, V, flat.stride(0), parts),
         PART=part,
         PARTS=next_power_of_2(parts),
         num_warps=4,

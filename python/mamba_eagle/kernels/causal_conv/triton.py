@@ -255,12 +255,7 @@ def tree_conv(
     numbers = (T, buffers.xB.shape[1], step.journal.shape[1], xbc.stride(0), dt_raw.stride(0))
     programs = cdiv(conv_dim, config.block) * cdiv(T, config.nodes)
     _tree_conv_kernel[(programs + cdiv(H, head_block), b)](
-        *tensors,
-        *journal,
-        *nodes,
-        *numbers,
-        float(low),
-        float(high),
+        *(*tensors, *journal, *nodes, *numbers, float(low), float(high)),
         H=H,
         ROW=H * P + G * N,
         CONV_DIM=conv_dim,
@@ -318,18 +313,8 @@ def conv_nodes(
     config = choose_config(T)
     grid = (cdiv(conv_dim, config.block), b, cdiv(T, config.nodes))
     _conv_nodes_kernel[grid](
-        channels,
-        weight,
-        bias,
-        conv_in,
-        out,
-        step.slots,
-        step.rows,
-        step.parents,
-        step.tail,
-        T,
-        conv_in.shape[1] - (K - 1),
-        channels.stride(0),
+        *(channels, weight, bias, conv_in, out, step.slots, step.rows, step.parents, step.tail),
+        *(T, conv_in.shape[1] - (K - 1), channels.stride(0)),
         CONV_DIM=conv_dim,
         K=K,
         NODES=config.nodes,
@@ -376,12 +361,7 @@ def move_history(
     """
     layers, R, num_places, conv_dim = conv_in.shape
     _history_kernel[(cdiv(conv_dim, block), layers, len(slots))](
-        conv_in,
-        slots,
-        places,
-        wanted,
-        R,
-        num_places,
+        *(conv_in, slots, places, wanted, R, num_places),
         CONV_DIM=conv_dim,
         K=places.shape[1] + 1,
         BLOCK=block,

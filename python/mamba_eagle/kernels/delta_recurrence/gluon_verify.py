@@ -207,7 +207,7 @@ def tree_verify(
     y = torch.empty(b * T, width, dtype=convolved.dtype, device=convolved.device)
     tile, _, warps = tiles or choose_tiles(sizes)
     masks = gl.int32 if T < 32 else gl.int64
-    tables = (*step[:5], step.ancestors, step.fold)  # up to the rows
+    tables = (*step.up_to_rows, step.ancestors, step.fold)
     lengths = (T, rows.u.shape[1], step.journal.shape[1], state.stride(0))
     _verify_kernel[(width // tile, b)](
         *(gates, convolved, *rows, state, y, *tables, *lengths),

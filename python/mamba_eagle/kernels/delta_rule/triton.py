@@ -361,17 +361,8 @@ def tree_verify(
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
     tile, warps = config or choose_config(P, T)
     _verify_kernel[(H * P // tile, b)](
-        convolved,
-        *made,
-        rows.u,
-        state,
-        y,
-        *step[:5],  # up to the rows
-        step.fold,
-        T,
-        rows.u.shape[1],
-        M,
-        state.stride(0),
+        *(convolved, *made, rows.u, state, y, *step.up_to_rows, step.fold),
+        *(T, rows.u.shape[1], M, state.stride(0)),
         TP=1 if T == 1 else padded,
         TILE=tile,
         num_warps=warps,
@@ -395,21 +386,9 @@ def _node_weights(
     lines = gates.new_empty(b, H, T, 3 + 2 * M + 2 * T)
     decayed = gates.new_empty(b, H, 2 * T, N) if form["CHANNELS"] else None
     _weights_kernel[(H, b)](
-        gates,
-        convolved,
-        rows.gates,
-        rows.keys,
-        lines,
-        decayed,
-        step.slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
-        step.ancestors,
-        step.fold,
-        T,
-        rows.u.shape[1],
-        M,
+        *(gates, convolved, rows.gates, rows.keys, lines, decayed, step.slots, step.journal),
+        *(step.journal_len, step.rows, step.ancestors, step.fold),
+        *(T, rows.u.shape[1], M),
         PART=min(32 if form["CHANNELS"] else 128, N),
         # several programs of few warps hide each other's waits
         num_warps=4 if b * H <= PROCESSORS else 2 if b * H <= 4 * PROCESSORS else 1,

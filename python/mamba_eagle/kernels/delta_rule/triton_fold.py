@@ -101,14 +101,7 @@ def fold_journals(rows: DeltaRows, state: Tensor, folds: Folds, sizes: Sizes, ep
     (layers, R, W, width), (b, M) = rows.u.shape, folds.journal.shape
     tile, part = value_tile(sizes.head_dim), min(64, sizes.state_size)
     _fold_kernel[(width // tile, sizes.state_size // part, layers)](
-        *rows,
-        state,
-        *folds,
-        b,
-        R,
-        W,
-        state.shape[1],
-        M,
+        *(*rows, state, *folds, b, R, W, state.shape[1], M),
         **sizes.constants,
         JP=max(16, next_power_of_2(M)),
         TILE=tile,

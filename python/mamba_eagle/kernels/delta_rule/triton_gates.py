@@ -45,12 +45,7 @@ def delta_gates(raw: Tensor, rate: Tensor, bias: Tensor, max_beta: float) -> Ten
     n, heads = len(raw), len(rate)
     gates = torch.empty(n, 2 * heads, dtype=torch.float32, device=raw.device)
     _gates_kernel[(n,)](
-        raw,
-        rate,
-        bias,
-        gates,
-        raw.stride(0),
-        max_beta,
+        *(raw, rate, bias, gates, raw.stride(0), max_beta),
         H=heads,
         HP=next_power_of_2(heads),
         num_warps=1,

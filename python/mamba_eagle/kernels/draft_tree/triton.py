@@ -104,20 +104,12 @@ def expand(
     integers = (tokens.new_empty(b, k) for _ in range(3))
     lanes = Lanes(*integers, torch.empty(b, k, device=tokens.device))
     padded = next_power_of_2(n * k)
+    chosen = (None, None) if above is None else (above.numbers, above.scores)
     if log_probs.stride() != tokens.stride() or tokens.stride(2) != 1:
         log_probs, tokens = log_probs.contiguous(), tokens.contiguous()
     _expand_kernel[(b,)](
-        log_probs,
-        tokens,
-        roots.contiguous(),
-        None if above is None else above.numbers,
-        None if above is None else above.scores,
-        *grown,
-        *lanes,
-        seen,
-        grown.tokens.shape[1],
-        tokens.stride(0),
-        tokens.stride(1),
+        *(log_probs, tokens, roots.contiguous(), *chosen, *grown, *lanes),
+        *(seen, grown.tokens.shape[1], tokens.stride(0), tokens.stride(1)),
         LANES=n,
         K=k,
         PADDED=padded,
@@ -213,16 +205,8 @@ def select(
     padded = next_power_of_2(seen)
     warps = 1 if padded <= 64 else 4 if padded <= 512 else 8
     _select_kernel[(b,)](
-        *grown,
-        torch.empty_like(tokens),
-        tokens,
-        parents,
-        depths,
-        ancestors.view(torch.uint8),
-        scores,
-        T,
-        grown.tokens.shape[1],
-        seen,
+        *(*grown, torch.empty_like(tokens), tokens, parents, depths, ancestors.view(torch.uint8)),
+        *(scores, T, grown.tokens.shape[1], seen),
         TOPK=topk,
         MAX_DEPTH=max_depth,
         CP=padded,

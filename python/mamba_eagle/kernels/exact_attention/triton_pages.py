@@ -96,10 +96,7 @@ def lay_out(masks: Tensor, prefix: Tensor) -> Pages:
     shapes = ((b,), (b, T), (b, T, COLUMNS.value))
     pages = Pages(*(torch.empty(s, dtype=torch.int32, device=masks.device) for s in shapes))
     _pages_kernel[(b,)](
-        masks,
-        prefix,
-        *pages,
-        T,
+        *(masks, prefix, *pages, T),
         NODES=max(2, next_power_of_2(T)),
         num_warps=1 if T <= 16 else 4,
         **overlapping(masks.device),

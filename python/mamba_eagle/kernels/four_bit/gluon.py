@@ -237,18 +237,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     tokens = by_compiler.aligned(x).view(torch.int64)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     _product_kernel[(cdiv(out, 16 * tiles),)](
-        tokens,
-        weight.units.view(torch.int32),
-        weight.scale,
-        weight.factor,
-        bias,
-        y,
-        n,
-        out,
-        units // 2,
-        groups // align,
-        tokens.stride(0),
-        int(weight.factor.shape[0] > 1),
+        *(tokens, weight.units.view(torch.int32), weight.scale, weight.factor, bias, y),
+        *(n, out, units // 2, groups // align, tokens.stride(0), int(weight.factor.shape[0] > 1)),
         FLOATS=weight.floats,
         GROUP=weight.group // 2,
         ALIGN=align,

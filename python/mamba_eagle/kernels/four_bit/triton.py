@@ -509,10 +509,7 @@ def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     parts = torch.empty(4, n, units, dtype=dtype, device=tokens.device)
     block = 1024
     _apart_kernel[(n, cdiv(units, block))](
-        tokens,
-        parts,
-        units,
-        tokens.stride(0),
+        *(tokens, parts, units, tokens.stride(0)),
         BLOCK=block,
         num_warps=4,
         **overlapping(tokens.device),
@@ -540,19 +537,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens), splits)
     iterations = cdiv(units, config.units * config.slices)
     _product_kernel[grid](
-        tokens,
-        weight.units,
-        weight.scale,
-        weight.factor,
-        bias,
-        parts,
-        y,
-        n,
-        out,
-        units,
-        groups // align,
-        cdiv(iterations, splits),
-        tokens.stride(-2),
+        *(tokens, weight.units, weight.scale, weight.factor, bias, parts, y, n, out, units),
+        *(groups // align, cdiv(iterations, splits), tokens.stride(-2)),
         int(weight.factor.shape[0] > 1),
         FLOATS=weight.floats,
         GROUP=weight.group,
@@ -616,11 +602,7 @@ def dequantize(weight: Weight) -> Tensor:
     whole = torch.empty(rows, UNIT * units, dtype=weight.dtype, device=weight.units.device)
     block = 512
     _dequantize_kernel[(rows, cdiv(units, block))](
-        weight.units,
-        weight.scale,
-        weight.factor,
-        whole,
-        int(weight.factor.shape[0] > 1),
+        *(weight.units, weight.scale, weight.factor, whole, int(weight.factor.shape[0] > 1)),
         FLOATS=weight.floats,
         GROUP=weight.group,
         UNITS=units,

@@ -97,14 +97,7 @@ def linear(
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device) if out is None else out
     config = config or choose_config(n)
     _linear_kernel[(cdiv(rows, config.rows), cdiv(n, config.tokens))](
-        x,
-        weight,
-        bias,
-        y,
-        n,
-        rows,
-        columns,
-        x.stride(0),
+        *(x, weight, bias, y, n, rows, columns, x.stride(0)),
         ROWS=config.rows,
         TOKENS=config.tokens,
         COLUMNS=config.columns,

@@ -116,9 +116,7 @@ def _pushed_sum_kernel(
 
 def pushed_sum(x: Tensor, peers: Peers) -> Tensor:
     """x [n, size], contiguous, n up to ``peers.tokens`` -> the sum over ranks [n, size]."""
-    out = torch.empty_like(x)
-    _launch(x, None, None, out, 0.0, peers)
-    return out
+    return _launch(x, None, None, 0.0, peers)
 
 
 def pushed_sum_norm(
@@ -128,31 +126,16 @@ def pushed_sum_norm(
 
     stream, added [n, size], weight [size], contiguous, of the same dtype.
     """
-    out = torch.empty_like(added)
-    _launch(added, stream, weight, out, eps, peers)
-    return out
+    return _launch(added, stream, weight, eps, peers)
 
 
 def _launch(
-    own: Tensor,
-    stream: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor,
-    eps: float,
-    peers: Peers,
-) -> None:
-    n, size = own.shape
+    own: Tensor, stream: Tensor | None, weight: Tensor | None, eps: float, peers: Peers
+) -> Tensor:
+    out, (n, size) = torch.empty_like(own), own.shape
     block = next_power_of_2(size)
     _pushed_sum_kernel[(min(n, peers.programs),)](
-        own,
-        stream,
-        weight,
-        out,
-        peers.parts,
-        peers.flags,
-        peers.clock,
-        n,
-        eps,
+        *(own, stream, weight, out, peers.parts, peers.flags, peers.clock, n, eps),
         TOKENS=peers.tokens,
         PROGRAMS=peers.programs,
         RANK=peers.rank,
@@ -162,3 +145,4 @@ def _launch(
         num_warps=warps_of_row(block),
         **overlapping(own.device),
     )
+    return out

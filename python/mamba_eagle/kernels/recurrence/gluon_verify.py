@@ -266,7 +266,7 @@ def tree_verify(
     M, (tile, rest, warps) = step.journal.shape[1], tiles or choose_tiles(P, N)
     padded = max(16, next_power_of_2(T + M))
     masks = gl.int32 if T < 32 else gl.int64
-    tables = (*step[:5], step.ancestors, step.fold)  # up to the rows
+    tables = (*step.up_to_rows, step.ancestors, step.fold)
     lengths = (T, buffers.xB.shape[1], M, state.stride(0))
     _verify_kernel[(H * P // (tile + rest), b)](
         *(buffers.xB, buffers.dt, C, A, D, state, y, *tables, *lengths),

@@ -70,11 +70,7 @@ def rounded_relu_squared(x: Tensor, rounding: Rounding) -> Rounded:
     out = empty_rounded(n, size, rounding, x.device)
     block = next_power_of_2(size)
     _rounded_relu_squared_kernel[(n,)](
-        x,
-        rounding.scale,
-        out.values,
-        out.scale,
-        x.stride(0),
+        *(x, rounding.scale, out.values, out.scale, x.stride(0)),
         SIZE=size,
         BLOCK=block,
         num_warps=warps_of_row(block),

@@ -411,16 +411,9 @@ def _find_pivots(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
         num_warps=_warps(sizes.block),
     )
     _pivot_kernel[(count,)](
-        rows.maxima,
-        rows.highest,
-        rows.pivots,
-        rows.listed,
-        rows.queued,
-        reads.flags,
-        reads.integers,
-        reads.slots,
-        cdiv(reads.V, sizes.sub),
-        reads.T,
+        *(rows.maxima, rows.highest, rows.pivots, rows.listed, rows.queued),
+        *(reads.flags, reads.integers, reads.slots),
+        *(cdiv(reads.V, sizes.sub), reads.T),
         SUBS=subs,
         num_warps=1,  # so that no sum leaves a warp
     )
@@ -431,31 +424,15 @@ def _choose_from_lists(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     short = rows.sampled.new_empty(count, sizes.short_list)
     winners, few = torch.empty_like(rows.masses), rows.sampled.new_empty(count, sizes.few)
     _collect_kernel[(blocks, count)](
-        rows.highest,
-        rows.pivots,
-        rows.listed,
-        short,
-        rows.masses,
-        winners,
-        *reads.arguments,
+        *(rows.highest, rows.pivots, rows.listed, short, rows.masses, winners, *reads.arguments),
         ID_BITS=_id_bits(reads),
         BLOCK=sizes.block,
         LIST=sizes.short_list,
         num_warps=_warps(sizes.block),
     )
     _choose_kernel[(count,)](
-        rows.sampled,
-        rows.queue,
-        rows.queued,
-        rows.highest,
-        rows.maxima,
-        rows.listed,
-        short,
-        few,
-        rows.masses,
-        winners,
-        *reads.arguments,
-        blocks,
+        *(rows.sampled, rows.queue, rows.queued, rows.highest, rows.maxima, rows.listed),
+        *(short, few, rows.masses, winners, *reads.arguments, blocks),
         ID_BITS=_id_bits(reads),
         SUBS=rows.maxima.shape[1],
         SUB=sizes.sub,
@@ -478,38 +455,22 @@ def _search(rows: _Rows, reads: Reads, sizes: Sizes) -> None:
     }
     per_queued, ids = (blocks, min(count, ROWS_AT_ONCE)), _id_bits(reads)
     nominate_kernel[per_queued](
-        found,
-        rows.queue,
-        rows.queued,
-        rows.highest,
-        *reads.arguments,
+        *(found, rows.queue, rows.queued, rows.highest, *reads.arguments),
         ID_BITS=ids,
         BLOCK=sizes.block,
         EACH=sizes.each,
         num_warps=2 * _warps(sizes.block),
     )
     weigh_kernel[per_queued](
-        weights,
-        found,
-        rows.queue,
-        rows.queued,
-        rows.highest,
-        *reads.arguments,
+        *(weights, found, rows.queue, rows.queued, rows.highest, *reads.arguments),
         ID_BITS=ids,
         BLOCK=sizes.block,
         **pool,
         num_warps=2 * _warps(sizes.block),
     )
     search_kernel[(count,)](
-        rows.sampled,
-        found,
-        weights,
-        rows.masses,
-        rows.queue,
-        rows.queued,
-        rows.highest,
-        *reads.arguments,
-        blocks,
+        *(rows.sampled, found, weights, rows.masses, rows.queue, rows.queued, rows.highest),
+        *(*reads.arguments, blocks),
         ID_BITS=ids,
         BLOCK=sizes.tile,
         BLOCKS=next_power_of_2(blocks),

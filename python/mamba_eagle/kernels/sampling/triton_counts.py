@@ -32,10 +32,7 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) 
     """As ``TokenOps.count_tokens``."""
     b, width = tokens.shape
     _count_kernel[(b,)](
-        counts,
-        slots.contiguous(),
-        tokens.contiguous(),
-        number.contiguous(),
+        *(counts, slots.contiguous(), tokens.contiguous(), number.contiguous()),
         counts.shape[1],
         width,
         WIDTH=next_power_of_2(width),

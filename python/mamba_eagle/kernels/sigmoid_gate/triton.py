@@ -44,11 +44,7 @@ def gate_by_sigmoid(y: Tensor, gate: Tensor) -> Tensor:
     block = min(BLOCK, next_power_of_2(size))
     out = torch.empty_like(y)
     _gate_kernel[(len(y), heads, cdiv(size, block))](
-        y,
-        gate,
-        out,
-        gate.stride(0),
-        0 if y.dim() == 2 else gate.stride(1),
+        *(y, gate, out, gate.stride(0), 0 if y.dim() == 2 else gate.stride(1)),
         HEADS=heads,
         SIZE=size,
         BLOCK=block,

@@ -166,13 +166,7 @@ def maxima_of(
     parts = cdiv(V, part)
     maxima = torch.empty(n, parts, device=logits.device)
     _maxima_kernel[(cdiv(V, read), n)](
-        logits,
-        maxima,
-        largest,
-        total,
-        V,
-        logits.stride(0),
-        parts,
+        *(logits, maxima, largest, total, V, logits.stride(0), parts),
         PART=part,
         PARTS=read // part,
         NAN=nan,
@@ -202,15 +196,7 @@ def top_log_probs(
     )
     maxima = maxima_of(logits, part, read, warps, False, largest, total)
     _merge_kernel[(n,)](
-        logits,
-        maxima,
-        largest,
-        total,
-        *found,
-        V,
-        logits.stride(0),
-        parts,
-        blocks,
+        *(logits, maxima, largest, total, *found, V, logits.stride(0), parts, blocks),
         K=k,
         KP=next_power_of_2(k),
         PART=part,

@@ -171,18 +171,12 @@ def _of_blocks(
     blocks = cdiv(V, block)
     parts = torch.empty(b * lanes, blocks, k + 1, dtype=torch.int64, device=logits.device)
     apart = lanes if b * lanes * blocks <= ONE_WAVE else 1
+    added: tuple[Tensor | None, ...] = (None,) * 4
+    if noise is not None:
+        at = (noise.slots.contiguous(), noise.positions.contiguous())
+        added = (*at, noise.temperatures, noise.seeds)
     _block_kernel[(blocks, b, apart)](
-        flat,
-        ids,
-        None if noise is None else noise.slots.contiguous(),
-        None if noise is None else noise.positions.contiguous(),
-        None if noise is None else noise.temperatures,
-        None if noise is None else noise.seeds,
-        parts,
-        V,
-        flat.stride(0),
-        lanes,
-        first,
+        *(flat, ids, *added, parts, V, flat.stride(0), lanes, first),
         APART=0 if noise is None else noise.temperatures.stride(0),
         SEEDS_APART=0 if noise is None else noise.seeds.stride(0),
         K=k,
@@ -203,16 +197,9 @@ def _joined(
     """The parts [n, count, k + 1] int64 become one, in ``packed`` or ``found``."""
     n, count, k = parts.shape[0], parts.shape[1], parts.shape[2] - 1
     _join_kernel[(n,)](
-        parts,
-        ids,
-        None if noise is None else noise.slots.contiguous(),
+        *(parts, ids, None if noise is None else noise.slots.contiguous()),
         None if noise is None else noise.temperatures,
-        packed,
-        *(found or (None, None)),
-        count,
-        lanes,
-        parts.stride(0),
-        parts.stride(1),
+        *(packed, *(found or (None, None)), count, lanes, parts.stride(0), parts.stride(1)),
         APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
         PARTS=next_power_of_2(count),

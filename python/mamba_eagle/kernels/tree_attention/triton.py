@@ -407,13 +407,7 @@ def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: 
     padded = next_power_of_2(D)
     rows = max(1, JOINED // padded)
     _join_kernel[(cdiv(n, rows), b)](
-        *shares,
-        prefix,
-        out,
-        n,
-        splits,
-        config.least,
-        window,
+        *(*shares, prefix, out, n, splits, config.least, window),
         D=D,
         DP=padded,
         ROWS=rows,

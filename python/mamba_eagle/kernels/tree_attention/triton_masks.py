@@ -45,11 +45,7 @@ def pack_paths(ancestors: Tensor) -> Tensor:
     masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)
     rows = min(8, next_power_of_2(T))
     _pack_kernel[(cdiv(T, rows) * words, b)](
-        ancestors.view(torch.uint8),
-        masks,
-        T,
-        E,
-        *ancestors.stride(),
+        *(ancestors.view(torch.uint8), masks, T, E, *ancestors.stride()),
         WORDS=words,
         ROWS=rows,
         BITS=min(64, next_power_of_2(E)),
@@ -114,12 +110,7 @@ def continue_lanes(
         torch.empty(b, k, words, dtype=torch.int64, device=above.device),
     )
     _continue_kernel[(b,)](
-        above.contiguous(),
-        seen,
-        *nodes,
-        old,
-        first_slot,
-        lanes,
+        *(above.contiguous(), seen, *nodes, old, first_slot, lanes),
         K=k,
         KP=next_power_of_2(k),
         OLD_WORDS=0 if seen is None else seen.shape[2],

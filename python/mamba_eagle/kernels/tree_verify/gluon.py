@@ -294,20 +294,9 @@ def tree_verify(
         small = SMALL_GRID_ONE_NODE if T == 1 else SMALL_GRID
         tiles = 1 if b * H * P // 16 <= small else P // 16
     _tree_verify_kernel[(H * P // (16 * tiles), b)](
-        *buffers,
-        C,
-        D,
-        state,
-        y,
-        *step[:5],  # up to the rows
-        step.ancestors,
-        step.fold,
+        *(*buffers, C, D, state, y, *step.up_to_rows, step.ancestors, step.fold),
         step.round_keys,
-        layer,
-        T,
-        W,
-        M,
-        state.stride(0),
+        *(layer, T, W, M, state.stride(0)),
         **sizes.constants,
         TP=8 if T <= 8 else 16,
         J=max(16, next_power_of_2(T + M)),

@@ -65,6 +65,11 @@ class TreeLayout(NamedTuple):
     round_keys: Array | None = None  # [b] int64: of the noise that rounds a folded state; None: to
     # the nearest number
 
+    @property
+    def up_to_rows(self) -> tuple[Array, ...]:
+        """The first five, which kernels take one after the other."""
+        return self[:5]
+
 
 class Folds(NamedTuple):
     """Which journals become a part of which states. No two requests have the same state slot unless

@@ -404,16 +404,7 @@ def _launch_one_node(
 ) -> None:
     W, (b, M) = buffers.xB.shape[1], step.journal.shape
     _one_node_kernel[(sizes.heads * sizes.head_dim // config.tile, b)](
-        *buffers,
-        C,
-        D,
-        state,
-        y,
-        *step[:5],  # up to the rows
-        step.fold,
-        W,
-        M,
-        state.stride(0),
+        *(*buffers, C, D, state, y, *step.up_to_rows, step.fold, W, M, state.stride(0)),
         **sizes.constants,
         J=next_power_of_2(1 + M),
         TILE=config.tile,
@@ -441,22 +432,8 @@ def _launch(
     if config.bulk:
         state_rows = TensorDescriptor.from_tensor(state.view(-1, N), [config.tile, N])
     _tree_verify_kernel[(H * P // (config.tile * config.tiles), b)](
-        *buffers,
-        C,
-        D,
-        state,
-        state,
-        state_rows,
-        y,
-        *step[:5],  # up to the rows
-        step.ancestors,
-        step.fold,
-        step.round_keys if folding else None,
-        layer,
-        T,
-        W,
-        M,
-        state.stride(0),
+        *(*buffers, C, D, state, state, state_rows, y, *step.up_to_rows, step.ancestors),
+        *(step.fold, step.round_keys if folding else None, layer, T, W, M, state.stride(0)),
         **sizes.constants,
         TP=max(16, next_power_of_2(T)),
         J=max(16, next_power_of_2(T + M)),

@@ -105,14 +105,7 @@ def fold_journals(buffers: RowBuffers, state: Tensor, folds: Folds, sizes: Sizes
     layers, R, W, _ = buffers.xB.shape
     (b, M), tile = folds.journal.shape, min(32, channel_tiles(sizes)[-1])
     _fold_kernel[(sizes.heads * sizes.head_dim // tile, layers, b)](
-        *buffers,
-        state,
-        *folds[:4],
-        folds.round_keys,
-        R,
-        W,
-        state.shape[1],
-        M,
+        *(*buffers, state, *folds[:4], folds.round_keys, R, W, state.shape[1], M),
         **sizes.constants,
         J=max(16, next_power_of_2(M)),
         TILE=tile,

@@ -119,21 +119,9 @@ def snapshot_verify(
         config = SnapshotConfig(tile, 4)
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
     _snapshot_kernel[(H * P // config.tile, b)](
-        buffers.xB,
-        buffers.dt,
-        C,
-        A,
-        D,
-        state,
-        node_states,
-        y,
-        step.slots,
-        step.state_slots,
-        step.rows,
-        step.parents,
-        T,
-        buffers.xB.shape[1],
-        state.stride(0),
+        *(buffers.xB, buffers.dt, C, A, D, state, node_states, y, step.slots, step.state_slots),
+        *(step.rows, step.parents),
+        *(T, buffers.xB.shape[1], state.stride(0)),
         **sizes.constants,
         TILE=config.tile,
         num_warps=config.warps,
@@ -191,16 +179,7 @@ def commit_snapshots(
     layers, R, W, *shape = node_states.shape
     size = torch.Size(shape).numel()
     _copy_kernel[(cdiv(size, block), layers, len(slots))](
-        node_states,
-        state,
-        slots,
-        state_slots,
-        rows,
-        count,
-        round_keys,
-        R,
-        W,
-        state.shape[1],
+        *(node_states, state, slots, state_slots, rows, count, round_keys, R, W, state.shape[1]),
         SIZE=size,
         BLOCK=block,
         num_warps=8,
