@@ -128,16 +128,9 @@ class CpuBlocks:
     def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, sinks = torch.empty(q.shape), layer.attention_sink_bias
         new = tuple(part.contiguous().numpy() for part in (q, k, v))
-        cpu.paged_block_attention(
-            cpu.multiply_adds(new[0], self.sequences[2], self.own),
-            new,
-            (self.keys[layer.index], self.values[layer.index]),
-            self.sequences,
-            self.own,
-            layer.window,
-            layer.causal,
-            (torch.empty(0) if sinks is None else sinks.detach()).numpy(),
-            np.float32(layer.scale),
-            out.numpy(),
-        )
+        work = cpu.multiply_adds(new[0], self.sequences[2], self.own)
+        pool = (self.keys[layer.index], self.values[layer.index])
+        logits = (torch.empty(0) if sinks is None else sinks.detach()).numpy()
+        seen = (self.own, layer.window, layer.causal, logits, np.float32(layer.scale))
+        cpu.paged_block_attention(work, new, pool, self.sequences, *seen, out.numpy())
         return out

@@ -46,15 +46,10 @@ class CpuDeferred(RowScheme):
     def verify(self, layer: Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         y = torch.empty(xbc.shape[0], self.config.inner_size)
         (H, P, N), rows = self.config.state_shape, layout.journal.shape[1] + layout.rows.shape[1]
-        cpu.deferred_verify(
-            len(xbc) * H * P * (N + rows),  # at most
-            xbc.contiguous().numpy(),
-            dt.contiguous().numpy(),
-            layout,
-            layer_weights(layer),
-            self.buffers_of(layer.index),
-            y.numpy(),
-        )
+        work = len(xbc) * H * P * (N + rows)  # at most
+        weights, buffers = layer_weights(layer), self.buffers_of(layer.index)
+        inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
+        cpu.deferred_verify(work, *inputs, layout, weights, buffers, y.numpy())
         return y
 
     def keep_rows(
@@ -62,20 +57,11 @@ class CpuDeferred(RowScheme):
     ) -> None:
         if self._kept is None or self._kept[0] is not kept:
             self._kept = (kept, [part.numpy() for part in kept])
-        conv_in, kept_dt, feature, trail, processed = self._kept[1]
-        cpu.keep_rows(
-            slots.numpy(),
-            accepted.nodes.numpy(),
-            accepted.count.numpy(),
-            processed,
-            trail,
-            self._path,
-            self._newest(),
-            self.rows.history,
-            (self.rows.conv_in.numpy(), self.recurrence.dt.numpy()),
-            features.numpy(),
-            (conv_in, kept_dt, feature),
-        )
+        *to, trail, processed = self._kept[1]
+        new = (slots.numpy(), accepted.nodes.numpy(), accepted.count.numpy(), processed, trail)
+        paths = (self._path, self._newest(), self.rows.history)
+        rows = (self.rows.conv_in.numpy(), self.recurrence.dt.numpy())
+        cpu.keep_rows(*new, *paths, rows, features.numpy(), tuple(to))
 
     def run(
         self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
@@ -111,17 +97,10 @@ class CpuDeferred(RowScheme):
         return layout
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
-        cpu.extend_journals(
-            layout.slots,
-            layout.rows,
-            accepted.nodes.numpy(),
-            accepted.count.numpy(),
-            features.flatten(0, 1).numpy(),
-            self.rows.history,
-            self._path,
-            self._journal_len,
-            self.rows.feature.numpy(),
-        )
+        nodes, count = accepted.nodes.numpy(), accepted.count.numpy()
+        new = (layout.slots, layout.rows, nodes, count, features.flatten(0, 1).numpy())
+        journals = (self._path, self._journal_len, self.rows.feature.numpy())
+        cpu.extend_journals(*new, self.rows.history, *journals)
 
     def folded(self, slots: Tensor) -> Tensor:
         index = slots.numpy()
@@ -148,17 +127,9 @@ class CpuDeferred(RowScheme):
             tail=np.empty((b, self.rows.history), np.int64),
             fold=np.zeros(b, np.bool_),
         )
-        cpu.begin(
-            slots,
-            self._state_slot,
-            self._path,
-            self._journal_len,
-            layout.state_slots,
-            layout.journal,
-            layout.journal_len,
-            layout.rows,
-            layout.tail,
-        )
+        kept = (self._state_slot, self._path, self._journal_len)
+        journals = (layout.state_slots, layout.journal, layout.journal_len)
+        cpu.begin(slots, *kept, *journals, layout.rows, layout.tail)
         return layout
 
     def buffers_of(self, layer: int) -> cpu.Buffers:

@@ -64,13 +64,9 @@ class Threaded:
     def __init__(self, function: FunctionType) -> None:
         self.serial = kernel(function)
         # Numba's cache tells functions apart by their names and not by how they are compiled
-        copied = FunctionType(
-            function.__code__,
-            function.__globals__,
-            f"{function.__name__}_parallel",
-            function.__defaults__,
-            function.__closure__,
-        )
+        name = f"{function.__name__}_parallel"
+        outer = (function.__defaults__, function.__closure__)
+        copied = FunctionType(function.__code__, function.__globals__, name, *outer)
         copied.__module__ = function.__module__
         copied.__qualname__ = f"{function.__qualname__}_parallel"
         self.parallel = kernel(copied, parallel=True)

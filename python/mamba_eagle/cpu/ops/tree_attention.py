@@ -102,28 +102,17 @@ def _values(weights, pool_v, kv_head, table, n, result):
                 result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
             )
         m += 2
-    for rest in range(M):
-        if rest >= m:
-            for d in range(0, wide, WIDTH):
-                of_head = kv_head * D + d
-                add_one_row(
-                    result,
-                    rest * D + d,
-                    D,
-                    weights,
-                    rest * W,
-                    W,
-                    1,
-                    flat,
-                    of_head,
-                    kv * D,
-                    table,
-                    n,
-                )
+    for last in range(m, M):
+        for d in range(0, wide, WIDTH):
+            of_head = kv_head * D + d
+            add_one_row(
+                result, last * D + d, D, weights, last * W, W, 1, flat, of_head, kv * D, table, n
+            )
+    for each in range(M):
         for d in range(wide, D, LANES):
             of_head = kv_head * D + d
             add_narrow_row(
-                result, rest * D + d, D, weights, rest * W, W, 1, flat, of_head, kv * D, table, n
+                result, each * D + d, D, weights, each * W, W, 1, flat, of_head, kv * D, table, n
             )
 
 

@@ -356,22 +356,12 @@ def sample_nodes(
     sizes = sizes or Sizes()
     logits = logits.reshape(b * T, V)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    prompt_seen, stops = tables.prompt_seen.view(torch.uint8), tables.stops.view(torch.uint8)
+    ancestors = nodes.ancestors.contiguous().view(torch.uint8)
     reads = Reads(
-        tables.flags,
-        logits,
-        logits.stride(0),
-        tables.numbers,
-        tables.integers,
-        tables.prompt_seen.view(torch.uint8),
-        tables.output_counts,
-        tables.bias,
-        tables.stops.view(torch.uint8),
-        V,
-        nodes.slots,
-        nodes.positions.contiguous(),
-        nodes.tokens.contiguous(),
-        nodes.ancestors.contiguous().view(torch.uint8),
-        T,
+        *(tables.flags, logits, logits.stride(0), tables.numbers, tables.integers),
+        *(prompt_seen, tables.output_counts, tables.bias, stops, V),
+        *(nodes.slots, nodes.positions.contiguous(), nodes.tokens.contiguous(), ancestors, T),
     )
     rows = _empty_rows(b * T, V, sizes, logits.device)
     _find_pivots(rows, reads, sizes)
