@@ -170,7 +170,7 @@ class Shared:
         return Shared(self.memory.view(*shape))
 
 
-def _load(at: Pointers, mask: Any = None, other: float = 0.0) -> Block:
+def _load(at: Pointers, mask: Any = None, other: float = 0.0, eviction_policy: str = "") -> Block:
     offset, allowed = at.places(mask)
     return Block(torch.where(allowed, at.memory[offset], torch.tensor(other).to(at.memory.dtype)))
 

@@ -6,13 +6,17 @@ import random
 from typing import NamedTuple
 
 import hopper_rig  # noqa: F401 - for the interpreted module
+import prompt_inputs
 import pytest
 import torch
+from forms import GPU
 from gluon_rig import interpreted
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mamba_eagle.backend.place import Cuda, Host
+from mamba_eagle.backend.triton import prompt_attention as gathered
 from mamba_eagle.kernels.exact_attention.triton import prompt_tiles
 from mamba_eagle.kernels.prompt_attention import naive
 from mamba_eagle.kernels.prompt_attention.gluon import TILE, prompt_attention, supports
@@ -64,6 +68,24 @@ def test_a_token_sees_its_request_up_to_itself() -> None:
     given = inputs((2, 1, 64), SPANS, "cpu", torch.bfloat16)
     found = kernels.prompt_attention(*given[:3], given.tiles(SPANS), given.scale)
     assert_close(found, naive.prompt_attention(*given[:3], SPANS, given.scale), SPANS)
+
+
+@pytest.mark.parametrize("most_keys", [2**17, 50, 1], ids=["together", "two-parts", "each"])
+@pytest.mark.parametrize("stored_as", [None, torch.float8_e4m3fn], ids=["as-written", "e4m3"])
+def test_keys_are_gathered_from_the_pool(
+    stored_as: torch.dtype | None, most_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered, "MOST_KEYS", most_keys)
+    device = "cuda" if GPU else "cpu"
+    if not GPU:
+        (kernels,) = interpreted("prompt_attention.gluon")
+        monkeypatch.setattr(gathered, "prompt_attention", kernels.prompt_attention)
+    given = prompt_inputs.Inputs(device, torch.bfloat16, prompt_inputs.ATTENTION, stored_as)
+    place = Cuda(torch.device(device)) if GPU else Host()
+    spans = prompt_inputs.SPANS
+    prompts = gathered.GatheredPrompts(given.pools[0], given.table, spans, place)
+    assert len(prompts.parts) == {2**17: 1, 50: 2, 1: 3}[most_keys]
+    given.check(prompts)
 
 
 @pytest.mark.gpu

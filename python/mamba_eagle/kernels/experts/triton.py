@@ -449,13 +449,8 @@ def weighted_sum(
     y = torch.empty(n, size, dtype=each.dtype, device=device)
     block = 512
     _sum_kernel[(n, cdiv(size, block))](
-        each,
-        pairs.place.back if by_expert and pairs.place is not None else None,
-        routes.weights,
-        added,
-        share,
-        y,
-        0 if share is None else share.stride(0),
+        *(each, pairs.place.back if by_expert and pairs.place is not None else None),
+        *(routes.weights, added, share, y, 0 if share is None else share.stride(0)),
         SIZE=size,
         TOP_K=top_k,
         SHARED=shared,

@@ -136,16 +136,10 @@ def _launch(
     out, own = (y.values, y) if gated else (y, x)
     pairs, width = out.shape
     _prompt_kernel[(width // BLOCK, cdiv(pairs, config.tokens) + count)](
-        x.values,
-        x.scale,
+        *(x.values, x.scale),
         TensorDescriptor.from_tensor(stack.weight.view(-1, size), [BLOCK, BLOCK]),
-        stack.scale,
-        place.order,
-        place.ends,
-        out,
-        own.scale,
-        x.scale.stride(1),
-        own.scale.stride(1),
+        *(stack.scale, place.order, place.ends, out, own.scale),
+        *(x.scale.stride(1), own.scale.stride(1)),
         SIZE=size,
         OUT=width,
         TOP_K=top_k,

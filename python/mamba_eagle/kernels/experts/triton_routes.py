@@ -180,12 +180,7 @@ def route(
     tiles = cdiv(experts, tile.experts) + (0 if summed > 1 else extra)
     parts = torch.empty(shares, n, experts + extra, dtype=torch.float32, device=device)
     _logits_kernel[(shares, tiles, cdiv(n, tile.tokens))](
-        hidden,
-        weight,
-        weight if beside is None else beside,
-        parts,
-        n,
-        hidden.stride(0),
+        *(hidden, weight, weight if beside is None else beside, parts, n, hidden.stride(0)),
         SIZE=size,
         NUM_EXPERTS=experts,
         BESIDE=extra,
@@ -204,13 +199,7 @@ def route(
     share = None if beside is None else torch.empty(n, 1, dtype=torch.float32, device=device)
     block = next_power_of_2(experts)
     _route_kernel[(n,)](
-        parts,
-        choice.bias,
-        ids,
-        weights,
-        share,
-        n,
-        choice.scaling,
+        *(parts, choice.bias, ids, weights, share, n, choice.scaling),
         NORMALIZE=choice.normalize,
         NUM_EXPERTS=experts,
         BESIDE=extra,
@@ -367,14 +356,8 @@ def sort_pairs(
         block, sorting = CHUNK, cdiv(pairs, CHUNK)
         counts = torch.empty(sorting, count, dtype=torch.int32, device=device)
     _sort_kernel[(sorting + (0 if x is None else n),)](
-        ids,
-        ids if x is None else x,
-        static,
-        counts,
-        *made,
-        pairs,
-        sorting,
-        0 if x is None else x.stride(0),
+        *(ids, ids if x is None else x, static, counts, *made),
+        *(pairs, sorting, 0 if x is None else x.stride(0)),
         COUNT=count,
         BINS=next_power_of_2(count + 1),
         BLOCK=block,
@@ -386,11 +369,7 @@ def sort_pairs(
     )
     if counts is not None:
         _place_kernel[(sorting,)](
-            ids,
-            counts,
-            *made[:4],
-            pairs,
-            sorting,
+            *(ids, counts, *made[:4], pairs, sorting),
             COUNT=count,
             BINS=next_power_of_2(count),
             BLOCK=block,

@@ -91,8 +91,8 @@ def _product_kernel(
         w, t, s = (), (), ()
         for i in gl.static_range(BLOCKS):  # past the last block: that one, times zero
             block = gl.minimum(begin + (step + i), last)
-            next_w = at + (block * BLOCK)[:, None, None]
-            w += (gl.load(next_w, eviction_policy="evict_first"),)  # x stays in L1
+            place = at + (block * BLOCK)[:, None, None]
+            w += (gl.load(place, eviction_policy="evict_first"),)  # so that x stays in L1
         if OVERLAP:
             gdc_wait()  # takes nothing once it has ended
         for i in gl.static_range(BLOCKS):
@@ -137,16 +137,7 @@ def product(
     config = config or choose_config(out)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     _product_kernel[(cdiv(out, config.rows),)](
-        x.values,
-        x.scale,
-        weight,
-        scale,
-        bias,
-        y,
-        n,
-        out,
-        columns,
-        *x.scale.stride(),
+        *(x.values, x.scale, weight, scale, bias, y, n, out, columns, *x.scale.stride()),
         BLOCK=BLOCK,
         BLOCK_OUT=block[0],
         ROWS=config.rows,

@@ -121,13 +121,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     together = min(MOST_GROUPS, next_power_of_2(groups)) if groups else 0
     block = next_power_of_2(rounding.group or size)
     _round_kernel[(n, cdiv(groups, together) if groups else 1)](
-        x,
-        rounding.scale,
-        out.values,
-        out.scale,
-        x.stride(0),
-        out.scale.stride(-1),
-        size,
+        *(x, rounding.scale, out.values, out.scale, x.stride(0), out.scale.stride(-1), size),
         BLOCK=block,
         GROUPS=together,
         num_warps=warps_of_row(block * max(1, together)),
@@ -473,15 +467,8 @@ def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: 
     splits, n, out = parts.shape
     block = min(1024, next_power_of_2(out))
     _join_kernel[(n, cdiv(out, block))](
-        parts,
-        x_scale,
-        scale,
-        bias,
-        y,
-        n,
-        out,
-        int(x_scale.shape[0] > 1),
-        int(scale.shape[0] > 1),
+        *(parts, x_scale, scale, bias, y, n, out),
+        *(int(x_scale.shape[0] > 1), int(scale.shape[0] > 1)),
         SPLITS=splits,
         BLOCK=block,
         num_warps=4,

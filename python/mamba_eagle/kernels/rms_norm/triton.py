@@ -138,16 +138,9 @@ def _launch_norm(
         rows, own, warps = 1, (static, out.values, scales), warps_of_row
         group, group_stride = out.group, out.scale.stride(1)
     _norm_kernel[(cdiv(n, rows),)](
-        x,
-        added,
-        weight,
-        *own,
-        None if rounds else n,
-        x.stride(0),
-        0 if added is None else added.stride(0),
-        None if rounds else out.stride(0),
-        group_stride,
-        eps,
+        *(x, added, weight, *own, None if rounds else n),
+        *(x.stride(0), 0 if added is None else added.stride(0)),
+        *(None if rounds else out.stride(0), group_stride, eps),
         ROUNDED=rounds,
         GROUP=group,
         SIZE=size,

@@ -110,16 +110,8 @@ def rotate_(
     half, others = cos.shape[-1], x if keys is None else keys
     rest = size - 2 * half
     _rotate_kernel[(n, 1 if keys is None else 2)](
-        x,
-        keys,
-        None if norms is None else norms[0],
-        None if norms is None else norms[1],
-        cos,
-        sin,
-        x.stride(0),
-        x.stride(1),
-        others.stride(0),
-        others.stride(1),
+        *(x, keys, None if norms is None else norms[0], None if norms is None else norms[1]),
+        *(cos, sin, x.stride(0), x.stride(1), others.stride(0), others.stride(1)),
         0.0 if norms is None else norms[2],
         Q_HEADS=heads,
         K_HEADS=others.shape[1],
