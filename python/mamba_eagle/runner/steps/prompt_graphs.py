@@ -3,8 +3,8 @@ slowly than the device executes them.
 
 A pass is captured for a few numbers of tokens, and takes the next larger one. What fills it up
 belongs to no request: kernels that go by requests skip it, and others compute rows that no one
-reads. What depends on the prompts beyond numbers in tables (attention, whose work FlashInfer
-divides on the host; the scan of delta rules) is left out, so a pass is a row of graphs:
+reads. What depends on the prompts beyond numbers in tables (attention, whose work is divided on
+the host; the scan of delta rules) is left out, so a pass is a row of graphs:
 
     tokens, positions, tables → [ … qkv ] → attention → [ out … qkv ] → … → [ out … ] → features
 
