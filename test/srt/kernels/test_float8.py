@@ -311,10 +311,11 @@ def test_programs_share_columns(form: str, tokens_first: bool, splits: int) -> N
     assert bias is not None
     exact, device = exact + bias.double(), device_of(form)
     given = (weight.to(device), scale.to(device), bias.to(device))
-    config = triton.Config(32 if GPU else 16, 64 if tokens_first else 32, 4, 2, 0, tokens_first)
+    sizes = (64 if GPU else 16, 64 if tokens_first else 32, 4, 2, 0, tokens_first)
     for blocks in (1, 2):
-        shared = config._replace(blocks=blocks, splits=splits, rows=64 if GPU else 16)
-        found = triton.product(moved(x, device), *given, torch.float32, BLOCK, shared).cpu()
+        shared = triton.Config(*sizes, blocks, splits)
+        operands = moved(x, device), *given, torch.float32, BLOCK, shared
+        found = triton.product(*operands, triton.arrivals(device)).cpu()
         assert (found.double() - exact).norm() / exact.norm() < (5e-4 if GPU else 2e-6)
 
 
@@ -332,7 +333,8 @@ def test_products_in_registers(tokens: int, shape: tuple[int, int, int]) -> None
     assert bias is not None
     device = "cuda" if GPU else "cpu"
     given = (weight.to(device), scale.to(device), bias.to(device), torch.float32, BLOCK)
-    found = gluon.product(moved(x, torch.device(device)), *given, gluon.Config(*shape)).cpu()
+    none, config = torch.empty(0), gluon.Config(*shape)
+    found = gluon.product(moved(x, torch.device(device)), *given, none, config).cpu()
     assert (found - exact - bias.double()).norm() / exact.norm() < 2e-6
 
 
@@ -356,7 +358,7 @@ def test_products_at_real_sizes(form: str, tokens: int, block: tuple[int, int] |
         exact = widened(x).double() @ wide.double().t()
         given = (x, values, scale, None, torch.bfloat16)
         found = [triton.product(*given, block)]
-        found += [gluon.product(*given, block)] if block else []
+        found += [gluon.product(*given, block, triton.arrivals(device))] if block else []
         for each in found:
             assert (each.double() - exact).norm() / exact.norm() < 3e-3
 

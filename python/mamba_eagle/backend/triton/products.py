@@ -109,6 +109,7 @@ class Float8Product(MatrixProduct):
             values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
         self.padded, self.weight = values, values[: self.rows]
         self.one = torch.ones(1, 1, device=values.device)
+        self.arrived = float8.arrivals(values.device)
         self.column_scale = self.scale.t()
         if missing and len(self.scale) > 1:
             self.column_scale = F.pad(self.column_scale, (0, missing))
@@ -127,7 +128,8 @@ class Float8Product(MatrixProduct):
             y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)[:n]
             return y if bias is None else y + bias
         if self.block is not None:
-            return few_blocks.product(given, self.weight, self.scale, bias, self.dtype, self.block)
+            operands = given, self.weight, self.scale, bias, self.dtype, self.block
+            return few_blocks.product(*operands, self.arrived)
         if given.scale.numel() == 1 and self.scale.numel() == 1:
             return self._library(given, given.scale, self.scale, bias, self.dtype)
         if n <= FEW_TOKENS:

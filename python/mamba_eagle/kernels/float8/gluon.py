@@ -128,11 +128,12 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
     block: tuple[int, int],
+    arrived: Tensor,
     config: Config | None = None,
 ) -> Tensor:
     """As triton.py's, to which it leaves what it does not support."""
     if not supports(x, weight) and config is None:
-        return by_compiler.product(x, weight, scale, bias, dtype, block, whole=False)
+        return by_compiler.product(x, weight, scale, bias, dtype, block, None, arrived)
     n, (out, columns) = x.values.shape[0], weight.shape
     config = config or choose_config(out)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)

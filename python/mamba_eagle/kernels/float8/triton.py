@@ -409,8 +409,11 @@ def choose_config(n: int, rows: int, blocks: bool, columns: int = 0) -> Config:
 
 
 @cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Zeros for programs that count each other; kernels leave them so."""
+def arrivals(device: torch.device) -> Tensor:
+    """Zeros with which programs of a product count each other, and which they leave as they were.
+
+    For all products of a device, one after the other. To be made before any is captured.
+    """
     return torch.zeros(PROCESSORS, dtype=torch.int32, device=device)
 
 
@@ -422,7 +425,7 @@ def product(
     dtype: torch.dtype,
     block: tuple[int, int] | None = None,
     config: Config | None = None,
-    whole: bool = True,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """``y_ro = Σ_i (s_r q_ri) (t_o w_oi) + b_o``, sums in float32.
 
@@ -431,14 +434,16 @@ def product(
         weight: [out, in] E4M3, contiguous.
         scale: [1, 1] or [out, 1] float32, contiguous; with ``block`` [out blocks, in blocks].
         block: rows and columns that share a scale: a multiple of 128, and 128.
-        whole: one sum goes over all columns, so that its bits do not depend on n.
+        arrived: ``arrivals``, if programs may share columns of blocks; None: one sum goes over all,
+            so that its bits do not depend on n.
     Returns: [n, out] of ``dtype``.
     """
     n, (out, columns) = x.values.shape[0], weight.shape
-    config = config or choose_config(n, out, block is not None, 0 if whole else columns)
+    shared = 0 if arrived is None else columns
+    config = config or choose_config(n, out, block is not None, shared)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
-    operands, sizes = (x.values, x.scale, weight, scale, bias, y), (n, out, columns)
+    operands = (x.values, x.scale, weight, scale, bias, y)
     shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
     shape |= {"num_warps": config.warps, **overlapping(y.device)}
     x_stride = int(x.scale.shape[0] > 1)
@@ -447,16 +452,14 @@ def product(
         blocks |= {"TOKENS_FIRST": config.tokens_first, "BLOCKS": config.blocks}
         blocks |= {"SPLITS": config.splits}
         strides = x.scale.stride() if x.group else (x_stride, 0)
-        shared: tuple[Tensor | None, Tensor | None] = None, None
+        parts = (None, None)
         if config.splits > 1:
-            parts = torch.empty(config.splits, n, out, device=weight.device)
-            shared = parts, _arrivals(weight.device)
-        grid += (config.splits,)
-        sizes += (scale.shape[1], *strides)
-        _block_kernel[grid](*operands, *shared, *sizes, **blocks, **shape)
+            parts = (torch.empty(config.splits, n, out, device=weight.device), arrived)
+        sizes = (n, out, columns, scale.shape[1], *strides)
+        _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **shape)
     else:
         ahead = config.ahead if launches_overlap(y.device) else 0
-        sizes += (x_stride, int(scale.shape[0] > 1))
+        sizes = (n, out, columns, x_stride, int(scale.shape[0] > 1))
         _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **shape)
     return y
 

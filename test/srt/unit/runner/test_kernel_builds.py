@@ -423,7 +423,8 @@ def multiply_in_registers() -> None:
 def multiply_blocks_in_registers() -> None:
     x = Rounded(torch.zeros(3, 256).to(torch.float8_e4m3fn), torch.zeros(3, 2), 128)
     weight = torch.zeros(5120, 256).to(torch.float8_e4m3fn)
-    float8_gluon.product(x, weight, torch.zeros(40, 2), None, torch.bfloat16, (128, 128))
+    operands = x, weight, torch.zeros(40, 2), None, torch.bfloat16, (128, 128)
+    float8_gluon.product(*operands, torch.empty(0))
 
 
 def attend_by_warp_groups() -> None:
