@@ -281,7 +281,8 @@ def test_prompts_have_the_bits_of_few_tokens(form: str, case: str) -> None:
     shapes = product(triton_prompts.SIZES, rows)
     tiles = [triton_prompts.choose_tiles(*shape, block is not None) for shape in shapes]
     shapes = product((5, 64), rows)
-    configs = [triton.choose_config(*shape, block is not None) for shape in shapes]
+    columns = (0, triton.LONG)  # fewer or more iterations in flight
+    configs = [triton.choose_config(*s, block is not None, c) for s in shapes for c in columns]
     if not GPU:
         tiles = [triton_prompts.Tiles(32, 16, 4, 2), triton_prompts.Tiles(32, 16, 4, 2, 2)]
         configs = [triton.Config(32, 16, 4, 2)]

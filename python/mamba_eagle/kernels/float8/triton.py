@@ -384,28 +384,32 @@ def _join_kernel(
 
 
 ALONE = PROCESSORS * 64  # rows up to which each program has a multiprocessor
-LONG = 4096  # columns from which sharing them is worth its end
+LONG = 4096  # columns from which more in flight, or sharing them, is worth its end
 
 
-def choose_config(n: int, rows: int, blocks: bool, columns: int = 0) -> Config:
-    """For a weight of as many rows and n tokens; blocks: whether scales are of blocks; columns: of
-    a weight that may be divided by them, else 0.
+def choose_config(
+    n: int, rows: int, blocks: bool, columns: int = 0, shared: bool = False
+) -> Config:
+    """For a weight of as many rows and columns and n tokens; blocks: whether scales are of blocks;
+    shared: whether programs may share columns.
 
     A program is bound by how much of the weight it has in flight, so one that is alone on its
     multiprocessor has ten iterations of it. That is as fast as sharing columns among more programs.
     With scales of blocks what it waits for is the end of each sum, so it makes four at a time; if
-    rows are long, programs that share them, two on a multiprocessor, wait less.
+    rows are long, programs that share them wait less, as do two on a multiprocessor with a stage
+    more.
     """
     alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
     if not blocks:
         return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
     if alone and rows <= PROCESSORS * 16:
         return Config(16, 64, 4, 3, tokens_first=True, blocks=4)
-    few = n <= 16
+    few, long = n <= 16, columns >= LONG
     tokens = 16 if few else 64
-    if alone and columns >= LONG:
-        return Config(64, tokens, 4, 4 if few else 3, tokens_first=not few, splits=3)
-    return Config(64, tokens, 4, 3, tokens_first=not few, blocks=4 if alone else 2)
+    if alone and not (shared and long):
+        return Config(64, tokens, 4, 3, tokens_first=not few, blocks=4)
+    stages = 4 if few and long and rows <= 2 * ALONE else 3
+    return Config(64, tokens, 4, stages, tokens_first=not few, splits=3 if alone else 1)
 
 
 @cache
@@ -439,13 +443,13 @@ def product(
     Returns: [n, out] of ``dtype``.
     """
     n, (out, columns) = x.values.shape[0], weight.shape
-    shared = 0 if arrived is None else columns
-    config = config or choose_config(n, out, block is not None, shared)
+    shape = (n, out, block is not None, columns, arrived is not None)
+    config = config or choose_config(*shape)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
     operands = (x.values, x.scale, weight, scale, bias, y)
-    shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
-    shape |= {"num_warps": config.warps, **overlapping(y.device)}
+    common = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
+    common |= {"num_warps": config.warps, **overlapping(y.device)}
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
@@ -456,11 +460,11 @@ def product(
         if config.splits > 1:
             parts = (torch.empty(config.splits, n, out, device=weight.device), arrived)
         sizes = (n, out, columns, scale.shape[1], *strides)
-        _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **shape)
+        _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **common)
     else:
         ahead = config.ahead if launches_overlap(y.device) else 0
         sizes = (n, out, columns, x_stride, int(scale.shape[0] > 1))
-        _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **shape)
+        _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **common)
     return y
 
 
