@@ -7,7 +7,7 @@ from mamba_eagle.runner.model_runner import ModelRunner
 def watch(runner: ModelRunner, kind: str) -> None:
     """Keep which ones; kind: as in ``Router.watch``. Call it before the first step."""
     nodes = runner.ready.max_running_requests * runner.config.tree_shape.nodes
-    most = max(runner.ready.chunked_prefill_size, nodes, 1025)  # and what is rehearsed
+    most = max(runner.ready.chunked_prefill_size, nodes, 2049)  # and what is rehearsed
     for seed, router in enumerate(_routers(runner)):
         router.watch(kind, most, seed)
     runner.capture()
