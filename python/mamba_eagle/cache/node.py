@@ -190,7 +190,7 @@ class CacheWatcher:
         """Nothing that ends or begins at the leaf is left; ``leaf.parent`` is still set."""
 
     def added(self, what: Node | Journal) -> None:
-        """The node's state, or a journal."""
+        """what: a node that has a state now, or a journal."""
 
     def dropped(self, what: Node | Journal) -> None: ...
 

@@ -141,7 +141,7 @@ def _run(address):  # noqa: ANN001, ANN202
 
 def _lead(jobs, count, stop):  # noqa: ANN001, ANN202
     """Run programs, those of ``count`` ``Job``s; none is begun any more once the word at ``stop``
-    is not 0."""
+    is not 0. stop 0: there is no such word."""
     addresses = numba.carray(pointer_to(jobs), count, np.int64)
     for i in range(count):
         _run(addresses[i])
@@ -150,7 +150,7 @@ def _lead(jobs, count, stop):  # noqa: ANN001, ANN202
 
 
 def compiled(function: Any) -> Any:
-    """``function(arguments, first, last)`` as a C function, compiled or from Numba's cache."""
+    """A function of three int64 as a C function, compiled or from Numba's cache."""
     kind = types.void(types.int64, types.int64, types.int64)
     return numba.cfunc(kind, cache=True)(function)
 

@@ -156,7 +156,8 @@ def previous_done(OVERLAP: tl.constexpr):
 
     For kernels launched with ``launch_pdl=OVERLAP``. Every program must call this, even one that
     has nothing to do: to the next kernel, the end of this one means that all earlier ones have
-    ended as well. What a kernel reads before this call must not be written by the kernel before it.
+    ended as well. What a kernel reads before this call must not be written by the kernel before it,
+    nor, if that is a product of float8/gluon.py, by the one before that.
     """
     if OVERLAP:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: Triton kernels, and, but on Hopper, FlashInfer for prompts if it is installed."""
+"""An NVIDIA GPU: Triton kernels; FlashInfer for prompts where there is no kernel of our own."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial

@@ -9,7 +9,8 @@ from mamba_eagle.backend.attention import PromptSpan
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels.exact_attention.triton import prompt_tiles
-from mamba_eagle.kernels.prompt_attention.gluon import PADDING, TILE, prompt_attention
+from mamba_eagle.kernels.gpu import next_power_of_2
+from mamba_eagle.kernels.prompt_attention.gluon import LARGEST_TILE, TILE, prompt_attention
 from mamba_eagle.layers.context import AttentionView
 
 MOST_KEYS = 2**17  # that are gathered at once, if they are not of a single request
@@ -33,14 +34,20 @@ class GatheredPrompts:
     def _part(
         slot_table: Tensor, spans: Sequence[PromptSpan], place: Place
     ) -> tuple[Tensor, Tensor]:
-        """The slots of the spans' keys, and the tiles of their queries. Behind a request's last key
-        stands that one again, so that none meets another one's in a tile."""
+        """The slots of the spans' keys, and the tiles of their queries.
+
+        After a request's last key comes that key again up to the end of its tile: with another
+        request's keys there, a NaN of theirs would reach it. After all come further ones up to a
+        power of two, since a long prompt in chunks would else ask for a larger block of memory with
+        each of them.
+        """
         slots, chunks, first = [], [], 0
         for slot, start, length in spans:
             table = slot_table[slot, : start + length]
-            slots += [table, table[-1:].expand(-len(table) % PADDING)]
+            slots += [table, table[-1:].expand(-len(table) % LARGEST_TILE)]
             chunks.append((first, start, length))
             first += len(table) + len(slots[-1])
+        slots.append(slots[0][:1].expand(next_power_of_2(first) - first))
         tiles = place.to_device(prompt_tiles(chunks, TILE), torch.int32)
         return torch.cat(slots), tiles
 

@@ -339,7 +339,7 @@ class FusedLayers:
 
 
 def describe_trees(frame: abi.Frame, layout: TreeLayout) -> int:
-    """All but their nodes' parents. Returns the number of requests."""
+    """Point the frame to trees, all but their nodes' parents. Returns the number of requests."""
     frame.point(
         slots=layout.slots, state_slots=layout.state_slots, journal=layout.journal,
         journal_len=layout.journal_len, node_rows=layout.rows, tail=layout.tail, fold=layout.fold,
@@ -350,8 +350,8 @@ def describe_trees(frame: abi.Frame, layout: TreeLayout) -> int:
 
 
 def describe_attention(frame: abi.Frame, sequences: Sequence[np.ndarray], family: int) -> int:
-    """All but the nodes. sequences: slot table, request slots, prefixes. Returns the number of
-    trees."""
+    """Point the frame to what trees attend to, all but their nodes. sequences: slot table, request
+    slots, prefixes. Returns the number of trees."""
     table, slots, prefix = sequences
     frame.point(table=table, attended=slots, prefix=prefix)
     (frame.table_rows, frame.positions), frame.family = table.shape, family

@@ -331,7 +331,8 @@ def add_(
         y: [n, out], channels side by side. x: [n, in], channels side by side; of the adapters'
             dtype, or E4M3 with a ``scale`` [n, 1] or [1, 1].
         slots: [n] int64, below 0: none.
-        early: the kernel launched before this one did not write x or slots.
+        early: the kernel launched before this one did not write x or slots; nor, if that is a
+            product of float8/gluon.py, did the one before it.
     """
     (n, columns), (count, parts, rank, _), device = x.shape, adapters.down.shape, x.device
     config = config or choose_config(n, count)

@@ -15,6 +15,7 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
 from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
+from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 SHARE = 256  # columns of the router's weight that are summed up by themselves
@@ -39,14 +40,15 @@ class Tile(NamedTuple):
 # programs for a GPU, since then partial sums would be most of what is written and read.
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 2048: Tile(64, 64, 4, 4)}
 MANY, MANY_OF_FEW = Tile(128, 128, 8, 4), Tile(128, 64, 4, 4)  # experts: over 128, or not
-SIZES = (1, *(tokens + 1 for tokens in TILES))  # numbers of tokens that between them need all
+SIZES = (1, *(tokens + 1 for tokens in TILES))  # numbers of tokens that together take every tile
 
 
+@Staged
 @triton.jit(do_not_specialize=["n"])
 def _logits_kernel(
     x,  # [n, SIZE], rows x_stride apart
     weight,  # [NUM_EXPERTS, SIZE]
-    beside,  # [BESIDE, SIZE], multiplied by the last programs
+    beside,  # [BESIDE, SIZE], multiplied by the last programs; if SHARES > 1 by the first ones, too
     parts,  # [shares, n, NUM_EXPERTS + BESIDE] float32
     n,
     x_stride,
@@ -234,7 +236,8 @@ def _sort_kernel(
     ids,  # [pairs] int32
     x,  # [n, SIZE], read by programs after the first ``sorting``
     static,  # [1, 1], or None: scales are found
-    counts,  # [chunks, COUNT] int32, all that is written but x, of each BLOCK pairs; or None
+    counts,  # [chunks, COUNT] int32, each chunk's pairs by expert: the only result but what comes
+    # of x. None: there is one chunk
     order,
     ends,
     table,

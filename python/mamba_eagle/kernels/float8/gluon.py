@@ -66,7 +66,7 @@ def _product_kernel(
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 16)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 16)
-    if OVERLAP:  # all that the next kernel reads before it waits is its weight
+    if OVERLAP:  # so the next kernel may begin while the one before this is still running
         gdc_launch_dependents()
     first, blocks_in = gl.program_id(0) * ROWS, columns // BLOCK
     share = gl.cdiv(blocks_in, WARPS)  # blocks of a warp, but for the last ones
@@ -117,7 +117,7 @@ def _product_kernel(
 
 def supports(x: Rounded, weight: Tensor) -> bool:
     """Whether this file's kernel can multiply them, and is the faster one."""
-    few = len(x.values) <= MAX_TOKENS and x.group == BLOCK
+    few = 0 < len(x.values) <= MAX_TOKENS and x.group == BLOCK
     return few and weight.shape[1] % BLOCK == 0 and capability(weight.device) >= HOPPER
 
 

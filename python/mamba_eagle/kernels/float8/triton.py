@@ -282,7 +282,7 @@ def _block_kernel(
     bias,  # [out], or None
     y,  # [n, out]
     parts,  # [SPLITS, n, out] float32, written if there is more than one
-    arrived,  # int32 zeros for each program of a split, and zeros again afterwards
+    arrived,  # [programs of a split] int32: zeros before and after
     n,
     out,
     columns,
@@ -416,7 +416,8 @@ def choose_config(
 def arrivals(device: torch.device) -> Tensor:
     """Zeros with which programs of a product count each other, and which they leave as they were.
 
-    For all products of a device, one after the other. To be made before any is captured.
+    For all products of a device, which run one after the other, on one stream. To be made before
+    any is captured.
     """
     return torch.zeros(PROCESSORS, dtype=torch.int32, device=device)
 
@@ -458,6 +459,7 @@ def product(
         strides = x.scale.stride() if x.group else (x_stride, 0)
         parts = (None, None)
         if config.splits > 1:
+            assert arrived is not None and grid[0] * grid[1] <= len(arrived)
             parts = (torch.empty(config.splits, n, out, device=weight.device), arrived)
         sizes = (n, out, columns, scale.shape[1], *strides)
         _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **common)

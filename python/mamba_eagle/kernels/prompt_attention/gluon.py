@@ -2,8 +2,8 @@
 
 A program has a tile of queries of one head: two warp groups with half of it each, and a warp that
 copies keys and values for both. While the tensor cores multiply a tile's weights with its values,
-the next tile's scores become weights (arXiv 2407.08608, section 3.2); the groups share no barrier,
-so one's products run beside the other's exponentials.
+the next tile's scores become weights (arXiv 2407.08608, section 3.2); the groups meet only where a
+stage is filled again, so one's products run beside the other's exponentials.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 ROWS = 64  # queries of a warp group
 TILE = 2 * ROWS  # and of a program
 STAGES = 2  # tiles of keys, and of values, in shared memory
-PADDING = 128  # the most keys of a tile
+LARGEST_TILE = 128  # keys
 
 
 def keys_of_tile(head_dim: int) -> int:
-    return 64 if head_dim > 128 else PADDING
+    return 64 if head_dim > 128 else LARGEST_TILE
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def prompt_attention(
     Args:
         q: [n, heads, D], the chunks concatenated; heads contiguous, rows any stride of 16 bytes.
         keys, values: [S, kv_heads, D], contiguous: those of each request, one after the other. Up
-            to PADDING after a request's last must be finite.
+            to LARGEST_TILE after a request's last must be finite.
         tiles: [·, 4] int32, contiguous: ``prompt_tiles`` of TILE, with a request's first key as its
             slot.
     Returns: [n, heads, D], dtype of q.

@@ -208,8 +208,7 @@ def accept_rows(
     _accept_kernel[(1 + cdiv(F, block), b)](
         *(*step.up_to_rows, step.tail, step.fold.view(torch.uint8), nodes, count),
         *(paths.path, paths.journal_len, feature, saved, features),
-        *(T, room.rows, room.max_journal, F, paths.path.shape[1], features.stride(0)),
-        features.stride(1),
+        *(T, room.rows, room.max_journal, F, paths.path.shape[1], *features.stride()[:2]),
         D=D,
         DP=next_power_of_2(D),
         HISTORY=room.history,
