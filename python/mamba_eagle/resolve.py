@@ -6,18 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mamba_eagle.backend.forecast import (
-    multiplies_four_bits_faster,
-    multiplies_integers,
-    on_cpu,
-)
-from mamba_eagle.config import (
-    ConfigError,
-    DraftSettings,
-    EngineConfig,
-    ServerConfig,
-    flag_of,
-)
+from mamba_eagle.backend.forecast import multiplies_four_bits_faster, multiplies_integers, on_cpu
+from mamba_eagle.config import ConfigError, DraftSettings, EngineConfig, ServerConfig, flag_of
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.hub import NotFound, checkpoint_folder

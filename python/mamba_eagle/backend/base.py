@@ -227,12 +227,7 @@ class Backend(TokenOps):
         return PendingEntries(table, size)
 
     def step_program(
-        self,
-        target: Network,
-        kv: KVPool,
-        table: RequestTable,
-        scheme: StateScheme,
-        adapted: bool,
+        self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme, adapted: bool
     ) -> StepProgram | None:
         """What verifies and commits in place of the model's layers, one by one, with the same
         results; None if nothing does. adapted: where some requests have adapters."""

@@ -204,12 +204,7 @@ class RadixCache(PrefixTree):
         )
 
     def attach_state(
-        self,
-        node: Node,
-        position: int,
-        slot: int,
-        kind: StateKind = "tail",
-        followed: bool = True,
+        self, node: Node, position: int, slot: int, kind: StateKind = "tail", followed: bool = True
     ) -> bool:
         """Gives the cache the state after the first ``position`` tokens of the prefix that ends at
         ``node``; splits an edge where needed. Returns False if there is a state already: then the

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp  # Ray's; a request costs a fraction of httpx's time
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from mamba_eagle.cluster.event_index import EventIndex
 from mamba_eagle.cluster.prompts import to_tokenize

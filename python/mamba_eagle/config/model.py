@@ -132,8 +132,7 @@ class RankSettings(Settings):
         minimum=1,
     )
     pp_layers: str = setting(
-        "",
-        "how many layers each of these stages holds, as in 30,26; default: equal bytes",
+        "", "how many layers each of these stages holds, as in 30,26; default: equal bytes"
     )
     pp_turns: bool = setting(
         False,

@@ -128,11 +128,7 @@ def measure(
     Raises: ServerError at the first request that fails.
     """
     prompts = [gsm8k.make_prompt(task.shots, problem.question) for problem in task.questions]
-    sampling = {
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "stop": gsm8k.STOP,
-    }
+    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "stop": gsm8k.STOP}
     bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
     begin = time.perf_counter()
     made = generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply)

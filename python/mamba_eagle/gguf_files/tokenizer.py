@@ -210,10 +210,7 @@ def _sentence_piece(file: GgufFile) -> Tokenizer:
     return made
 
 
-KINDS: dict[str, Callable[[GgufFile], Tokenizer]] = {
-    "gpt2": _byte_level,
-    "llama": _sentence_piece,
-}
+KINDS: dict[str, Callable[[GgufFile], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentence_piece}
 
 
 def _needed(file: GgufFile, key: str) -> list[Any]:

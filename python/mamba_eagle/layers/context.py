@@ -81,10 +81,7 @@ class FullSequenceContext:
         channels = channels.unflatten(0, (self.batch, self.length))
         gates = layer.gates(raw).unflatten(0, (self.batch, self.length))
         convolved = causal_conv(
-            channels,
-            layer.conv1d.weight[:, 0],
-            layer.conv1d.bias,
-            silu=layer.config.conv_silu,
+            channels, layer.conv1d.weight[:, 0], layer.conv1d.bias, silu=layer.config.conv_silu
         )
         return layer.scan(Inputs(convolved, gates), None, layer.config.chunk_size).y.flatten(0, 1)
 

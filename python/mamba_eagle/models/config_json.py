@@ -124,9 +124,7 @@ KINDS = (
         num_nextn_predict_layers adapter_rank max_window_layers dspark_draft_topk""",
     ),
     Kind(
-        "a whole number from -1 on",
-        lambda value: _is_whole(value, -1),
-        "group_size q_group_size",
+        "a whole number from -1 on", lambda value: _is_whole(value, -1), "group_size q_group_size"
     ),
     Kind(
         "two whole numbers from 1 on",
@@ -172,9 +170,7 @@ KINDS = (
         "mlp_multipliers ssm_multipliers",
     ),
     Kind(
-        "two numbers",
-        lambda value: _all(value, _is_limit) and len(value) == 2,
-        "time_step_limit",
+        "two numbers", lambda value: _all(value, _is_limit) and len(value) == 2, "time_step_limit"
     ),
     Kind(
         "a list of layer numbers",

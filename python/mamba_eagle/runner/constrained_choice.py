@@ -136,11 +136,7 @@ class Walk:
     """One request's way through its tree, while the target's tokens are drafted ones."""
 
     def __init__(
-        self,
-        index: int,
-        grammar: RequestGrammar,
-        tree: NodeLists,
-        is_resampled: bool,
+        self, index: int, grammar: RequestGrammar, tree: NodeLists, is_resampled: bool
     ) -> None:
         """index: in the batch. is_resampled: the sampler is asked again where a token is
         refused."""

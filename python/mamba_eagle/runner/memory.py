@@ -89,11 +89,7 @@ def plan_memory(
 
 
 def _sizes(
-    config: EngineConfig,
-    target: CausalLM,
-    source: DraftSource | None,
-    rows: int,
-    backend: Backend,
+    config: EngineConfig, target: CausalLM, source: DraftSource | None, rows: int, backend: Backend
 ) -> MemoryPlan:
     """A plan with the bytes per slot and request; the numbers of slots are left 0."""
     model, feature_size = target.config, target.feature_size

@@ -25,8 +25,7 @@ def default_threads(ranks: int = 1) -> int:
 
 
 def usable_cores(
-    topology: Path = Path("/sys/devices/system/cpu"),
-    quota: Path = Path("/sys/fs/cgroup/cpu.max"),
+    topology: Path = Path("/sys/devices/system/cpu"), quota: Path = Path("/sys/fs/cgroup/cpu.max")
 ) -> int:
     """Cores that this process may use, each counted once however many threads it runs at a time;
     within a container, no more than its share of them."""

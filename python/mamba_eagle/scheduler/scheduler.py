@@ -11,13 +11,7 @@ process   a prompt that ends has its first token; of trees, the accepted nodes a
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, shown
-from mamba_eagle.message import (
-    CacheUse,
-    Generate,
-    RequestOutput,
-    RunnerReady,
-    StepResult,
-)
+from mamba_eagle.message import CacheUse, Generate, RequestOutput, RunnerReady, StepResult
 from mamba_eagle.scheduler.planner import Planner
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.step_results import StepResults

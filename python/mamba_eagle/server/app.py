@@ -19,15 +19,7 @@ from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
 from mamba_eagle.message import Generate, GetState
-from mamba_eagle.server.apis import (
-    cache,
-    control,
-    embeddings,
-    exchange,
-    openapi,
-    score,
-    tokens,
-)
+from mamba_eagle.server.apis import cache, control, embeddings, exchange, openapi, score, tokens
 from mamba_eagle.server.apis.anthropic import route as anthropic
 from mamba_eagle.server.apis.batches import route as batches
 from mamba_eagle.server.apis.batches.batch import BatchStore

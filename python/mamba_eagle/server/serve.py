@@ -131,11 +131,7 @@ class HttpLaunch(Launch):
     """Serves HTTP, until a signal comes."""
 
     def __init__(
-        self,
-        config: ServerConfig,
-        http_socket: socket.socket,
-        socket_dir: str,
-        given: ServerConfig,
+        self, config: ServerConfig, http_socket: socket.socket, socket_dir: str, given: ServerConfig
     ) -> None:
         super().__init__(config, socket_dir, given)
         self.http_socket = http_socket
@@ -251,9 +247,5 @@ class HttpLaunch(Launch):
                 connections,
             )
         return Limits(
-            connections,
-            spare,
-            config.header_timeout,
-            config.body_timeout,
-            config.write_timeout,
+            connections, spare, config.header_timeout, config.body_timeout, config.write_timeout
         )

@@ -150,11 +150,7 @@ class TokenizerManager:
     """Owns the live requests. Everything runs on the event loop; nothing here blocks."""
 
     def __init__(
-        self,
-        config: ServerConfig,
-        context: zmq.Context[Any],
-        socket_dir: str,
-        recorder: Observer,
+        self, config: ServerConfig, context: zmq.Context[Any], socket_dir: str, recorder: Observer
     ) -> None:
         self.config = config
         self.recorder = recorder

@@ -17,11 +17,7 @@ from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
-from mamba_eagle.kernels.causal_conv.triton_prefill import (
-    conv_prompts,
-    prefill_conv,
-    prompt_steps,
-)
+from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts, prefill_conv, prompt_steps
 from mamba_eagle.kernels.prefill_plan import PrefillPlan, Prompt, prefill_plan
 from mamba_eagle.kernels.recurrence.gluon_fold import fold_journals
 from mamba_eagle.kernels.recurrence.gluon_prompts import scan

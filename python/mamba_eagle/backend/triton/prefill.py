@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.prefill import (
-    FixedRecurrence,
-    PrefillContext,
-    PrefillPart,
-    prompt_of,
-)
+from mamba_eagle.backend.prefill import FixedRecurrence, PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Room, prefill_plan

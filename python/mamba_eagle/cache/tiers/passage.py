@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from mamba_eagle.cache.node import (
-    ADAPTED,
-    CacheBelow,
-    Journal,
-    Match,
-    Node,
-    Tokens,
-    common_prefix,
-)
+from mamba_eagle.cache.node import ADAPTED, CacheBelow, Journal, Match, Node, Tokens, common_prefix
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.cache.slot_pools import SlotPools
 from mamba_eagle.cache.tiers.disk_log import Labels

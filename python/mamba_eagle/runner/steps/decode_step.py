@@ -185,12 +185,7 @@ class DecodeStep:
         return sample_in_kernels(self.sampling, slots, verified.logits, after, verified.tree)
 
     def commit(
-        self,
-        slots: Tensor,
-        kv_slots: Tensor,
-        verified: Verified,
-        target: Tensor,
-        part: StepPart,
+        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, part: StepPart
     ) -> Committed:
         """Make the accepted nodes part of the sequences; only indices change, in all tables.
 

@@ -447,6 +447,5 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 Metadata = Annotated[
-    dict[str, str],
-    Kind(_metadata, OBJECT.must, {**OBJECT.schema, "additionalProperties": STRING}),
+    dict[str, str], Kind(_metadata, OBJECT.must, {**OBJECT.schema, "additionalProperties": STRING})
 ]

@@ -18,12 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mamba_eagle.config import ConfigError, ServerConfig
-from mamba_eagle.server.http.connections import (
-    KEEP_ALIVE_SECONDS,
-    Connection,
-    Limits,
-    RareWarning,
-)
+from mamba_eagle.server.http.connections import KEEP_ALIVE_SECONDS, Connection, Limits, RareWarning
 
 log = logging.getLogger("mamba_eagle.server")
 

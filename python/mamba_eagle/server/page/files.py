@@ -64,9 +64,5 @@ FILES = {
 router = APIRouter()
 for place, file in FILES.items():
     router.add_api_route(
-        place,
-        file.reply,
-        methods=["GET", "HEAD"],
-        response_model=None,
-        include_in_schema=False,
+        place, file.reply, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
     )

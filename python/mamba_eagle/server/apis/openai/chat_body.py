@@ -9,13 +9,7 @@ from mamba_eagle.chat.render import Chat, TemplateError
 from mamba_eagle.chat.schema import readable_tools
 from mamba_eagle.limits import MAX_DOCUMENTS
 from mamba_eagle.server.apis.generate.body import TOP
-from mamba_eagle.server.apis.openai.body import (
-    LONGEST,
-    MaxTokens,
-    OpenAIBody,
-    OpenAIJob,
-    make_job,
-)
+from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens, OpenAIBody, OpenAIJob, make_job
 from mamba_eagle.server.apis.openai.chat_grammar import ConstrainedChat, chat_grammar
 from mamba_eagle.server.apis.openai.messages import MESSAGES, read_messages
 from mamba_eagle.server.apis.openai.tools import TOOL_CHOICE, TOOLS, Tools, read_tools

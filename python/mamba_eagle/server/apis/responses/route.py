@@ -36,12 +36,7 @@ class ResponsesReply(PartReply):
     counts_reasoning = True
 
     def __init__(
-        self,
-        id: str,
-        model: str,
-        created: int,
-        echo: dict[str, Any],
-        keep: Callable[[bytes], None],
+        self, id: str, model: str, created: int, echo: dict[str, Any], keep: Callable[[bytes], None]
     ) -> None:
         self._keep = keep
         self._head = {
