@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.linear import JoinedLayer, Linear
 from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
-class Attention(Layer):
+class Attention(JoinedLayer):
     """Attention without position encoding: hidden [n, input size] -> [n, hidden_size], of a rank's
     heads a part of the sum.
 
@@ -35,7 +32,6 @@ class Attention(Layer):
         self.k_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.v_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
-        self._qkv: list[Linear] = []  # a list, because a submodule would add parameter names
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own, dim = attention_heads(shard, self.config), self.config.head_dim
@@ -48,27 +44,18 @@ class Attention(Layer):
             "o_proj.bias": once(self.o_proj.weight.shape[0], shard),
         }
 
-    def prepare(self, ops: LayerOps) -> None:
-        super().prepare(ops)
-        # fuse the three input projections into one product
-        qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        if qkv is not None:
-            qkv.prepare(ops)
-            self._qkv = [qkv]
-
-    def rehearse(self, device: torch.device) -> None:
-        for qkv in self._qkv:
-            qkv.rehearse(device)
+    def projections(self) -> dict[str, list[Linear]]:
+        return {"qkv": [self.q_proj, self.k_proj, self.v_proj]}
 
     @property
     def qkv(self) -> Linear | None:
         """The three input projections of a prepared layer as one, queries first, if they are."""
-        return self._qkv[0] if self._qkv else None
+        return self._joined.get("qkv")
 
     @property
     def input_rounding(self) -> Rounding | None:
         """How a norm before this layer may round its inputs to float8."""
-        return self._qkv[0].rounding if self._qkv else None
+        return self.qkv.rounding if self.qkv is not None else None
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         q, k, v = self.projected(hidden, self.config.num_heads)
@@ -78,10 +65,10 @@ class Attention(Layer):
     def projected(self, hidden: Tensor | Rounded, heads: int) -> Sequence[Tensor]:
         """[n, heads, D], as ``q_proj`` makes them, and keys and values [n, kv_heads, D]."""
         c = self.config
-        if self._qkv:
-            packed = self._qkv[0](hidden).unflatten(-1, (-1, c.head_dim))
+        if self.qkv is not None:
+            packed = self.qkv(hidden).unflatten(-1, (-1, c.head_dim))
             return packed.split([heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        each = (self.q_proj, self.k_proj, self.v_proj)
+        each = self.projections()["qkv"]
         return [projection(hidden).unflatten(-1, (-1, c.head_dim)) for projection in each]
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,7 @@ from mamba_eagle.kernels.delta_rule.torch import (
 )
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.linear import JoinedLayer, Linear
 from mamba_eagle.layers.recurrent import (
     Conv1dWeight,
     Inputs,
@@ -131,26 +130,22 @@ class Parts(NamedTuple):
     orders: tuple[Tensor, Tensor] | None = None
 
 
-class GatedDeltaNet(DeltaRule):
+class GatedDeltaNet(JoinedLayer, DeltaRule):
     """hidden [n, hidden_size] -> [n, hidden_size], of a rank's heads a part of the sum. A family
-    gives the projections, the norm and the last product, under its names."""
+    gives the projections, the norm and the last product, under its names: of its ``projections``
+    "channels" makes the channels and then the gate, "gates" the decays and then the betas; or
+    ``project`` and ``parts`` are its own."""
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
         self.config, self.index = config, index
         self.conv1d = self.make_conv()
-        self._products: dict[str, Linear] = {}
         # a few numbers that affect every token: float32, whatever the model's dtype
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32))
 
     def make_conv(self) -> Conv1dWeight | JoinedConv:
         return Conv1dWeight(self.config.conv_dim, self.config.conv_kernel, bias=False)
-
-    def projections(self) -> dict[str, list[Linear]]:
-        """Those that can be one product each: ``channels`` makes them and then the gate, ``gates``
-        the decays and then the betas. None: ``project`` and ``parts`` are a family's own."""
-        return {}
 
     @property
     @abstractmethod
@@ -162,27 +157,17 @@ class GatedDeltaNet(DeltaRule):
         channels, gate = self.product("channels", hidden).split([c.conv_dim, c.inner_size], dim=-1)
         return Projected(channels, gate, self.product("gates", hidden))
 
-    def prepare(self, ops: LayerOps) -> None:
-        for name, parts in self.projections().items():
-            if (whole := Linear.fused(parts)) is not None:
-                whole.prepare(ops)
-                self._products[name] = whole
-
-    def rehearse(self, device: torch.device) -> None:
-        for whole in self._products.values():
-            whole.rehearse(device)
-
     @property
     def parts(self) -> Parts | None:
         """Of a prepared mixer; None where its projections are not of one form."""
-        made = self._products
+        made = self._joined
         both = "channels" in made and "gates" in made
         return Parts(made["channels"], made["gates"], *self.ends) if both else None
 
     def product(self, name: str, hidden: Tensor) -> Tensor:
         """What some ``projections`` make of hidden [n, hidden_size], side by side."""
-        if name in self._products:
-            return self._products[name](hidden)
+        if name in self._joined:
+            return self._joined[name](hidden)
         return torch.cat([part(hidden) for part in self.projections()[name]], dim=-1)
 
     def gates(self, raw: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.adapters import Additions, slots_of_rows
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.products import MatrixProduct, PackedMatrix, PackedProduct, WritingProduct
 from mamba_eagle.layers.weights import (
@@ -170,3 +171,26 @@ def joined_matrix(parts: Sequence[Linear]) -> Matrix | None:
     if len(matrices) < len(parts) or any(type(one) is not type(matrices[0]) for one in matrices):
         return None
     return type(matrices[0]).join(matrices)
+
+
+class JoinedLayer(Layer):
+    """A layer in which several products read the same input: those of each entry of
+    ``projections`` become one as the layer is prepared, if their weights are of one form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: dict[str, Linear] = {}  # no submodules, which would add parameter names
+
+    def projections(self) -> dict[str, list[Linear]]:
+        return {}
+
+    def prepare(self, ops: LayerOps) -> None:
+        super().prepare(ops)
+        for name, parts in self.projections().items():
+            if (whole := Linear.fused(parts)) is not None:
+                whole.prepare(ops)
+                self._joined[name] = whole
+
+    def rehearse(self, device: torch.device) -> None:
+        for whole in self._joined.values():
+            whole.rehearse(device)

@@ -1,13 +1,12 @@
 """Feed-forward layers, plain and gated: ``down(silu(gate(x)) * up(x))``."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.linear import JoinedLayer, Linear
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
@@ -38,7 +37,7 @@ def gated(both: Tensor, down: Linear, ops: LayerOps) -> Tensor:
     return down(ops.rounded_silu_and_mul(both, down.rounding))
 
 
-class GatedMLP(Layer):
+class GatedMLP(JoinedLayer):
     """Three matrices and SiLU, named as in Llama: hidden [n, hidden_size] -> the same."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
@@ -46,37 +45,29 @@ class GatedMLP(Layer):
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
-        self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         return mlp_cuts(shard, self.down_proj, "gate_proj", "up_proj")
 
-    def prepare(self, ops: LayerOps) -> None:
-        super().prepare(ops)
-        # fuse the two input projections into one product
-        both = Linear.fused([self.gate_proj, self.up_proj])
-        if both is not None:
-            both.prepare(ops)
-            self._both = [both]
-
-    def rehearse(self, device: torch.device) -> None:
-        for both in self._both:
-            both.rehearse(device)
+    def projections(self) -> dict[str, list[Linear]]:
+        return {"both": [self.gate_proj, self.up_proj]}
 
     @property
     def products(self) -> tuple[Linear | None, Linear]:
         """Gate and up projection as one, of a prepared layer, if they are; and the last one."""
-        return (self._both[0] if self._both else None), self.down_proj
+        return self._joined.get("both"), self.down_proj
 
     @property
     def input_rounding(self) -> Rounding | None:
         """How a norm before this layer may round its inputs to float8."""
-        return self._both[0].rounding if self._both else None
+        both, _ = self.products
+        return both.rounding if both is not None else None
 
     def forward(self, hidden: Tensor | Rounded) -> Tensor:
-        if self._both:
-            return gated(self._both[0](hidden), self.down_proj, self._ops)
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        both, down = self.products
+        if both is not None:
+            return gated(both(hidden), down, self._ops)
+        return down(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class PackedGatedMLP(Layer):
