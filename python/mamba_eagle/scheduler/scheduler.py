@@ -30,9 +30,7 @@ class Scheduler(Planner):
         """prompts_first: as for ``Planner``."""
         super().__init__(config, runner, prompts_first)
         self.queue_timeout = config.queue_timeout  # seconds; 0: no limit
-        self.results = StepResults(
-            runner, self.shape, self.policy, self.slots, self.prefill, self.stats, self._forget
-        )
+        self.results = StepResults(self, self._forget)
         self._live: dict[str, Request] = {}  # requests that have not ended
         self._num_added = 0
 

@@ -9,23 +9,20 @@ sampled, because the logits are not finite or every token of the vocabulary is b
 import logging
 from collections.abc import Callable, Sequence
 
-from mamba_eagle.cache.slots import Slots
-from mamba_eagle.core import Failure, FinishReason, TreeShape, shown
+from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     DecodeResult,
     PrefillItem,
     PrefillResult,
     RequestOutput,
-    RunnerReady,
     StepResult,
     StepTrace,
     TokenLogprob,
 )
 from mamba_eagle.scheduler.plan_draft import PlanDraft
-from mamba_eagle.scheduler.prefill import PrefillManager
+from mamba_eagle.scheduler.planner import Planner
 from mamba_eagle.scheduler.request import Request
-from mamba_eagle.scheduler.speculation import Outcome, ShapePolicy
-from mamba_eagle.scheduler.stats import Stats
+from mamba_eagle.scheduler.speculation import Outcome
 
 log = logging.getLogger("mamba_eagle.scheduler")
 
@@ -38,21 +35,11 @@ NO_TOKEN_PROBLEM = (
 class StepResults:
     """Takes what steps have made: tokens for their requests, accepted nodes, and measured times."""
 
-    def __init__(
-        self,
-        runner: RunnerReady,
-        shape: TreeShape,
-        policy: ShapePolicy,
-        slots: Slots,
-        prefill: PrefillManager,
-        stats: Stats,
-        forget: Callable[[Request], None],
-    ) -> None:
-        """shape: the largest of any step. forget: called with a request that has ended."""
-        self.policy = policy
-        self._vocab_size, self._shape = runner.vocab_size, shape
-        self._slots, self._prefill, self._stats = slots, prefill, stats
-        self._forget = forget
+    def __init__(self, planner: Planner, forget: Callable[[Request], None]) -> None:
+        """planner: of the steps. forget: called with a request that has ended."""
+        self.policy, self._stats, self._forget = planner.policy, planner.stats, forget
+        self._vocab_size, self._shape = planner.runner.vocab_size, planner.shape
+        self._slots, self._prefill = planner.slots, planner.prefill
 
     def take(self, plan: PlanDraft, result: StepResult) -> list[RequestOutput]:
         """What clients are to get of the plan's result. What is wrong with a single request's part
