@@ -20,9 +20,8 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.split import Split
-from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
-from mamba_eagle.parallel.stages import size_problems, staged
+from mamba_eagle.parallel.stages import size_problems
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
@@ -35,7 +34,7 @@ from mamba_eagle.runner.loading import (
     whole_model,
 )
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
-from mamba_eagle.runner.memory import MemoryPlan, memory_table, plan_memory, size_text
+from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
 from mamba_eagle.runner.pools import Pools, context_length, make_pools
 from mamba_eagle.runner.ranks import ONE_RANK, Ranks
@@ -45,8 +44,8 @@ from mamba_eagle.runner.stages import (
     DrafterElsewhere,
     EarlierStageChooser,
     agree_on_drafting,
-    layers_by_stage,
     mail_for,
+    own_part,
 )
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.routing import Routing
@@ -81,7 +80,7 @@ def assemble(
     backend = backend_for(config, whole, ranks.number)
     source = draft_source_for(config, whole, group.shard, backend)
     split = split_of(whole, group.shard, stages.size, backend.dtype)
-    own = _own_part(config, whole, split, source, backend, ranks)
+    own = own_part(config, whole, split, source, backend, ranks)
     backend.prepare_builds(f"{config} {own}")
     length = context_length(config, own)
     load = Loader(config, backend)
@@ -94,7 +93,7 @@ def assemble(
     if not own.is_last_stage:
         source = None  # the last stage drafts
     stages.mail = mail_for(config, ranks, backend, model)
-    memory = _agreed_memory(config, model, source, backend, ranks)
+    memory = plan_memory(config, model, source, backend).agreed(ranks)
     weights = f"weights {size_text(weight_bytes(model))}"
     log.info("memory:\n%s", memory_table(memory, config, weights))
     pools = make_pools(config, model, memory, backend)
@@ -152,44 +151,8 @@ def _adapter_slots(
 ) -> AdapterSlots:
     """All empty; in memory before the pools, which take what is left."""
     requests = config.max_running_requests + backend.place.padding_slots
-    return AdapterSlots(
-        model,
-        split,
-        backend.layer_ops,
-        config.adapter_slots,
-        config.max_lora_rank,
-        requests,
-        backend.device,
-    )
-
-
-def _own_part(
-    config: EngineConfig,
-    whole: ModelConfig,
-    split: Split | None,
-    source: DraftSource | None,
-    backend: Backend,
-    ranks: Ranks,
-) -> ModelConfig:
-    """The sizes of this rank's part of the target."""
-    own = local(whole, ranks.group.shard)
-    if split is None or ranks.stages.size == 1:
-        return own
-    spans = layers_by_stage(config, whole, split, source, backend)
-    return staged(own, spans[ranks.stages.rank], drafts=source is not None)
-
-
-def _agreed_memory(
-    config: EngineConfig,
-    model: CausalLM,
-    source: DraftSource | None,
-    backend: Backend,
-    ranks: Ranks,
-) -> MemoryPlan:
-    """With as many slots as fit on every rank of every stage."""
-    own = plan_memory(config, model, source, backend)
-    kv_slots, states, journals = ranks.smallest([own.kv_slots, own.state_slots, own.journals])
-    return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+    sizes = (config.adapter_slots, config.max_lora_rank, requests)
+    return AdapterSlots(model, split, backend.layer_ops, *sizes, backend.device)
 
 
 def _make_choice(

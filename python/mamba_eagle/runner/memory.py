@@ -1,5 +1,7 @@
 """How many slots fit into memory, from the bytes per KV slot, state slot and running request."""
 
+from __future__ import annotations
+
 from math import prod
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from mamba_eagle.drafting.base import DraftSource
 from mamba_eagle.drafting.model_drafter import draft_rows
 from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.ranks import Ranks
 
 MIN_GRAPH_BYTES = 250_000_000
 # Rows beyond the tree's own. Longer journals make each step slower but folds rarer. On a GPU, 3 of
@@ -34,6 +37,11 @@ class MemoryPlan(NamedTuple):
     journals: int = 0  # journal slots
     journal_bytes: int = 0  # of a journal slot
     graph_bytes: int = 0  # logits of the largest step, and memory that CUDA graphs reserve
+
+    def agreed(self, ranks: Ranks) -> MemoryPlan:
+        """With as many slots as fit on every rank of every stage."""
+        slots = ranks.smallest([self.kv_slots, self.state_slots, self.journals])
+        return self._replace(kv_slots=slots[0], state_slots=slots[1], journals=slots[2])
 
 
 class Available(NamedTuple):

@@ -45,44 +45,30 @@ def make_pools(
     config: EngineConfig, model: CausalLM, memory: MemoryPlan, backend: Backend
 ) -> Pools:
     """As large as ``memory`` says. model: this rank's part of the target."""
-    sizes, place = model.config, backend.place
+    sizes, place, dtype, device = model.config, backend.place, backend.dtype, backend.device
     running = config.max_running_requests + place.padding_slots
     stops = 8 if place.on_host else MAX_STOP_TOKEN_IDS + len(sizes.eos_token_ids)
-    table = RequestTable(running, context_length(config, sizes), backend.device, stops)
+    table = RequestTable(running, context_length(config, sizes), device, stops)
     table.state_slot[config.max_running_requests :] = memory.state_slots
     kv = KVPool(
-        sizes.num_attention_layers,
-        memory.kv_slots,
-        sizes.attention,
-        backend.dtype,
-        backend.device,
-        stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
+        *(sizes.num_attention_layers, memory.kv_slots, sizes.attention, dtype, device),
+        stored_as=kv_dtype(config.kv_cache_dtype, dtype),
     )
-    states = StatePool(
-        sizes.num_recurrent_layers,
-        memory.state_slots + place.padding_slots,
-        sizes.recurrence,
-        model.feature_size,
-        backend.state_rounding(
-            config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), table
-        ),
-        backend.dtype,
-        backend.device,
-    )
+    ssm_dtype = getattr(torch, config.mamba_ssm_dtype)
+    rounding = backend.state_rounding(config.mamba_ssm_rounding, ssm_dtype, table)
+    layers, features = sizes.num_recurrent_layers, model.feature_size
+    slots = memory.state_slots + place.padding_slots
+    states = StatePool(layers, slots, sizes.recurrence, features, rounding, dtype, device)
     size = SchemeSize(
-        layers=sizes.num_recurrent_layers,
-        features=model.feature_size,
+        layers=layers,
+        features=features,
         rows=memory.rows,
         nodes=config.tree_shape.nodes,
         accepts=config.tree_shape.depth + 1,
     )
     scheme = backend.state_scheme(config.mamba_verify_mode, sizes.recurrence, size, table, states)
     mixers = [part for part in model.modules() if isinstance(part, Recurrent)]
-    journals = backend.saved_journals(
-        memory.journals,
-        config.journal_rows,
-        sorted(mixers, key=lambda mixer: mixer.index),
-        states,
-        table,
-    )
+    mixers.sort(key=lambda mixer: mixer.index)
+    rows = config.journal_rows
+    journals = backend.saved_journals(memory.journals, rows, mixers, states, table)
     return Pools(table, kv, states, scheme, journals)

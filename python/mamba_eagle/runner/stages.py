@@ -22,12 +22,20 @@ from mamba_eagle.drafting.base import (
     NoDrafter,
     StepPart,
 )
-from mamba_eagle.model_config import ModelConfig, Span
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.groups import Channel, Group, Mail
-from mamba_eagle.parallel.stages import RECURRENT, Weights, balanced, given_problems, spans_of
+from mamba_eagle.parallel.shard import local
+from mamba_eagle.parallel.stages import (
+    RECURRENT,
+    Weights,
+    balanced,
+    given_problems,
+    spans_of,
+    staged,
+)
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
@@ -84,17 +92,22 @@ class ConstraintsElsewhere(Constraints):
     def admit(self, slot: int, params: SamplingParams, output_start: int) -> None: ...
 
 
-def layers_by_stage(
+def own_part(
     config: EngineConfig,
     model: ModelConfig,
-    split: Split,
+    split: Split | None,
     source: DraftSource | None,
     backend: Backend,
-) -> list[Span]:
-    """As --pp-layers says, or balanced by bytes; the same on all ranks. model: the whole one.
+    ranks: Ranks,
+) -> ModelConfig:
+    """The sizes of this rank's part of the target. Stages have layers as --pp-layers says, or
+    balanced by bytes; the same on all ranks. model: the whole one.
 
     Raises: ConfigError for numbers that do not fit the model.
     """
+    own = local(model, ranks.group.shard)
+    if split is None or ranks.stages.size == 1:
+        return own
     if counts := config.stage_layers:
         if wrong := given_problems(model, counts):
             raise ConfigError(wrong)
@@ -103,7 +116,7 @@ def layers_by_stage(
         weights = stage_weights(config, model, split, source, backend)
         spans = balanced(model, weights, config.pp_size)
     log.info("layers by stage: %s", ", ".join(f"{begin}-{end - 1}" for begin, end in spans))
-    return spans
+    return staged(own, spans[ranks.stages.rank], drafts=source is not None)
 
 
 def stage_weights(
