@@ -127,16 +127,8 @@ async def _serve(client: Client, prompts: list[list[int]], output_len: int) -> S
     seconds = time.perf_counter() - begin
     metas = [reply["meta_info"] for reply in replies]
 
-    def total(field: str) -> int:
-        return sum(meta.get(field) or 0 for meta in metas)
-
-    return Served(
-        seconds,
-        total("prompt_tokens"),
-        total("cached_tokens"),
-        total("completion_tokens"),
-        total("spec_verify_ct"),
-    )
+    counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "spec_verify_ct")
+    return Served(seconds, *(sum(meta.get(name) or 0 for meta in metas) for name in counts))
 
 
 def main(argv: list[str] | None = None) -> None:

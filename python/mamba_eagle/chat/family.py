@@ -119,13 +119,10 @@ def _family(name: str, values: Mapping[str, Any]) -> Family:
     if not isinstance(values, dict) or "response_template" not in values:
         raise FamilyError("the file must hold an object with a response_template")
     reasoning, calls = values.get("reasoning"), values.get("calls")
-    return Family(
-        name,
-        checked_template(values["response_template"]),
-        Tags(**reasoning) if reasoning is not None else None,
-        CallForm(**calls) if calls is not None else None,
-        tuple(values.get("markers", ())),
-    )
+    template = checked_template(values["response_template"])
+    tags = Tags(**reasoning) if reasoning is not None else None
+    form = CallForm(**calls) if calls is not None else None
+    return Family(name, template, tags, form, tuple(values.get("markers", ())))
 
 
 def checked_template(template: Any) -> Mapping[str, Any]:

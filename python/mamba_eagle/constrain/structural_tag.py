@@ -196,16 +196,13 @@ class _Reader:
 
     def _triggered(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
         tags = self._tags(value, path, depth)
-        return _at(
-            path,
-            lambda: tagged_grammar(
-                _texts(value, "triggers", path),
-                tags,
-                bool(value.get("at_least_one")),
-                bool(value.get("stop_after_first")),
-                self.special,
-            ),
-        )
+        flags = (bool(value.get("at_least_one")), bool(value.get("stop_after_first")))
+
+        def made() -> Grammar:
+            triggers = _texts(value, "triggers", path)
+            return tagged_grammar(triggers, tags, *flags, self.special)
+
+        return _at(path, made)
 
     def _separated(self, value: Mapping[str, Any], path: str, depth: int) -> Grammar:
         one = any_of(*(tag_grammar(tag, self.special) for tag in self._tags(value, path, depth)))

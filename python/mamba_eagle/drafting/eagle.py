@@ -19,14 +19,8 @@ class EagleNetwork(HeadNetwork):
         head, target = self.head, self.target
         if target.logits_scale != 1.0:
             return None
-        return Network(
-            target.parts.embedding,
-            target.embedding_scale,
-            tuple(head.layers),
-            head.norm,
-            self.output or target.lm_head,
-            entry=head.fc,
-        )
+        own = (target.parts.embedding, target.embedding_scale, tuple(head.layers), head.norm)
+        return Network(*own, self.output or target.lm_head, entry=head.fc)
 
 
 class EagleSource(FolderSource):

@@ -237,10 +237,7 @@ class NgramSource(DraftSource):
 
     def make(self, parts: DraftParts) -> Drafter:
         requests, positions = parts.table.kv_slots.shape
-        index = NgramIndex(
-            requests,
-            positions,
-            self.engine.speculative_ngram_capacity,
-            self.engine.speculative_ngram_max_trie_depth,
-        )
+        capacity = self.engine.speculative_ngram_capacity
+        depth = self.engine.speculative_ngram_max_trie_depth
+        index = NgramIndex(requests, positions, capacity, depth)
         return NgramDrafter(index, parts.table, parts.backend.place)

@@ -28,12 +28,8 @@ class LatentAttention(Layer):
     def __init__(self, config: AttentionConfig, hidden_size: int, index: int) -> None:
         super().__init__()
         assert config.latent is not None
-        self.config, self.latent, self.index, self.scale = (
-            config,
-            config.latent,
-            index,
-            config.scale,
-        )
+        self.config, self.latent, self.index = config, config.latent, index
+        self.scale = config.scale
         heads, own = config.num_heads, config.latent
         self.query_sizes = [own.key_size, config.head_dim - own.rank]
         self.q_proj = Linear(hidden_size, heads * sum(self.query_sizes))

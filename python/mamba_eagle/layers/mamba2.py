@@ -159,12 +159,8 @@ class Mamba2Mixer(Recurrent):
     def _rows(self, dt: Tensor, xB: Tensor, log_decay: Tensor) -> Rows:
         c = self.config
         x, B = xB[..., : c.inner_size], xB[..., c.inner_size :]
-        return Rows(
-            x.unflatten(-1, (c.num_heads, c.head_dim)),
-            B.unflatten(-1, (c.num_groups, c.state_size)),
-            dt,
-            log_decay,
-        )
+        x = x.unflatten(-1, (c.num_heads, c.head_dim))
+        return Rows(x, B.unflatten(-1, (c.num_groups, c.state_size)), dt, log_decay)
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config

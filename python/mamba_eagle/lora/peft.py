@@ -126,13 +126,9 @@ class PeftFolder:
             if not _is_pattern(values.get(name) or {}):
                 wrong.append(f"{name} = {shown(values[name])}: must have a number for each pattern")
         self.refuse(wrong)
-        return PeftConfig(
-            values["r"],
-            values["lora_alpha"],
-            values.get("rank_pattern") or {},
-            values.get("alpha_pattern") or {},
-            bool(values.get("use_rslora")),
-        )
+        patterns = (values.get("rank_pattern") or {}, values.get("alpha_pattern") or {})
+        stable = bool(values.get("use_rslora"))
+        return PeftConfig(values["r"], values["lora_alpha"], *patterns, stable)
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """By module the names of its two matrices, A and B.

@@ -29,13 +29,9 @@ class RequestLog:
 
     def started(self, live: LiveRequest) -> None:
         for sample in live.samples:
-            log.info(
-                "start %s: %d prompt tokens, seed %d, %s",
-                shown(sample.rid),
-                len(sample.prompt.token_ids),
-                sample.seed,
-                self._described(sample.prompt),
-            )
+            prompt = sample.prompt
+            own = (shown(sample.rid), len(prompt.token_ids), sample.seed, self._described(prompt))
+            log.info("start %s: %d prompt tokens, seed %d, %s", *own)
 
     def _described(self, prompt: Generate) -> str:
         """Sampling parameters other than defaults."""
@@ -57,14 +53,9 @@ class RequestLog:
 
     def ended(self, sample: Sample, seconds: float) -> None:
         assert sample.finish is not None
-        log.info(
-            "end %s: %d tokens in %.3f s, %s",
-            shown(sample.rid),
-            len(sample.output_ids),
-            seconds,
-            self._end(sample.finish),
-            extra={"fields": self._fields(sample, seconds)},
-        )
+        own = (shown(sample.rid), len(sample.output_ids), seconds, self._end(sample.finish))
+        fields = self._fields(sample, seconds)
+        log.info("end %s: %d tokens in %.3f s, %s", *own, extra={"fields": fields})
 
     def _end(self, finish: FinishReason) -> str:
         if isinstance(finish.matched, str) and not self.prompts:

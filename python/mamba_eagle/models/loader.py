@@ -288,11 +288,8 @@ class Checkpoint:
         if layout.name:
             log.info("%s: weights are %s", self.folder, layout.name)
         if layout.kv_cache:
-            log.info(
-                "%s: the KV cache uses the dtype of --kv-cache-dtype, not %s",
-                self.folder,
-                layout.kv_cache,
-            )
+            what = "%s: the KV cache uses the dtype of --kv-cache-dtype, not %s"
+            log.info(what, self.folder, layout.kv_cache)
 
     def value(self, name: str, stored: Tensor) -> Tensor | Matrix:
         """The tensor of ``contents``, from the one of the file.

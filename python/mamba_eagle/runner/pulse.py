@@ -88,12 +88,9 @@ class Pulse:
         self._ended_before = ended
         if not self._launching:
             self._other_children = running_children()
+        stuck = self._stuck_seconds
         return Heartbeat(
-            role="runner",
-            rank=self._rank,
-            busy=busy,
-            steps=ended,
-            stuck_seconds=self._stuck_seconds,
+            role="runner", rank=self._rank, busy=busy, steps=ended, stuck_seconds=stuck
         )
 
     def _progressed(self, seconds: float) -> bool:

@@ -41,13 +41,9 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
         return NormedSum(made.normed, made.stream)
 
     tokens = min(config.max_running_requests * config.tree_shape.nodes, MAX_TOKENS)
-    table = choose_sums(
-        Site(group, tokens, size, backend.dtype),
-        OrderedSum if config.exact else PushedSum,
-        add_norm,
-        Bench(Captured),
-        or_collective=name == "auto",
-    )
+    site = Site(group, tokens, size, backend.dtype)
+    kind = OrderedSum if config.exact else PushedSum
+    table = choose_sums(site, kind, add_norm, Bench(Captured), or_collective=name == "auto")
     torch.cuda.empty_cache()  # pools get what is free
     log.info("sums over ranks by number of tokens: %s", table.text)
     return table

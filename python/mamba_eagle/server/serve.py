@@ -229,12 +229,8 @@ class HttpLaunch(Launch):
         # Clients that do not read are cut off, which is not worth a traceback.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         server.end(CLOSE_SECONDS)
-        await asyncio.gather(
-            serving,
-            asyncio.to_thread(end_children, self.children),
-            watching,
-            return_exceptions=True,
-        )
+        ending = asyncio.to_thread(end_children, self.children)
+        await asyncio.gather(serving, ending, watching, return_exceptions=True)
 
     def _limits(self) -> Limits:
         """The settings, with no more connections than there are descriptors for."""

@@ -165,11 +165,8 @@ class ServerState:
 
     @cached_property
     def grammars(self) -> Grammars:
-        return Grammars(
-            self.manager.tokenizer,
-            self.judge,
-            self.config.constrained_json_whitespace_pattern or None,
-        )
+        whitespace = self.config.constrained_json_whitespace_pattern or None
+        return Grammars(self.manager.tokenizer, self.judge, whitespace)
 
     @cached_property
     def infill(self) -> Infill | None:
@@ -188,13 +185,11 @@ class ServerState:
     def chat(self) -> ChatFormat:
         tokenizer = self.manager.tokenizer
         assert tokenizer is not None
-        return ChatFormat(
-            tokenizer.hf,
-            tokenizer.special_tokens(),
-            template_source(self.config.chat_template) if self.config.chat_template else "",
-            self.config.tool_call_parser,
-            self.config.reasoning_parser,
-        )
+        template, config = "", self.config
+        if config.chat_template:
+            template = template_source(config.chat_template)
+        parsers = (config.tool_call_parser, config.reasoning_parser)
+        return ChatFormat(tokenizer.hf, tokenizer.special_tokens(), template, *parsers)
 
     async def read(
         self,

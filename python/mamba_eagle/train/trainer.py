@@ -144,14 +144,8 @@ class Trainer:
         self.settings, self.head, self.target, self.world = settings, head, target, world
         self.folder, self.data = Path(settings.output), data
         self.state_path = self.folder / "training.pt"
-        self.batches = Batches(
-            data.training,
-            settings.batch_size,
-            settings.micro_tokens,
-            settings.depth,
-            settings.seed,
-            head.max_anchors,
-        )
+        sizes = (settings.batch_size, settings.micro_tokens, settings.depth)
+        self.batches = Batches(data.training, *sizes, settings.seed, head.max_anchors)
         epochs = settings.epochs * self.batches.steps_per_epoch
         self.steps = settings.steps or max(1, math.ceil(epochs))
         self.eval_every = settings.eval_every or max(1, self.steps // MEASUREMENTS_PER_RUN)
@@ -242,15 +236,10 @@ class Trainer:
 
     def measure(self) -> Acceptance:
         """Acceptance on the held-out answers."""
+        measured = (self.head, self.target, self.data.held_out)
+        sizes = (self.settings.depth, self.settings.micro_tokens)
         with autocast(self.world.device.type):
-            return measure_acceptance(
-                self.head,
-                self.target,
-                self.data.held_out,
-                self.settings.depth,
-                self.settings.micro_tokens,
-                self.world,
-            )
+            return measure_acceptance(*measured, *sizes, self.world)
 
     # ── progress ──
 

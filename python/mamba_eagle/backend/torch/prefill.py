@@ -44,13 +44,8 @@ class TorchPrefillContext(PrefillContext):
         item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
         before = conv[item.state_slot]
         width = before.shape[0]
-        convolved = causal_conv(
-            channels[None],
-            layer.conv1d.weight[:, 0],
-            layer.conv1d.bias,
-            before[None],
-            layer.config.conv_silu,
-        )
+        own, silu = layer.conv1d, layer.config.conv_silu
+        convolved = causal_conv(channels[None], own.weight[:, 0], own.bias, before[None], silu)
         raw = torch.cat([before.to(channels.dtype), channels])  # history first
         state = ssm[item.state_slot][None]
         outputs = []

@@ -157,15 +157,9 @@ class DecodeStep:
         table, shape = self.table, tree.tokens.shape
         processed = table.processed[slots]
         layout = self.scheme.begin(slots, tree)
-        nodes = TreeNodes(
-            table.kv_slots,
-            slots,
-            processed,
-            kv_slots,
-            tree.parents,
-            tree.ancestors,
-            self.scheme.ancestor_bits(layout),
-        )
+        bits = self.scheme.ancestor_bits(layout)
+        own = (slots, processed, kv_slots, tree.parents, tree.ancestors, bits)
+        nodes = TreeNodes(table.kv_slots, *own)
         attention = self.backend.tree_attention(self.kv, nodes)
         positions = processed[:, None] + tree.depths
         context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))

@@ -314,13 +314,9 @@ class GraphedSteps:
                 self._capture(padding * batch, PLAIN, *kind)
         drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
-        log.info(
-            "%d kinds of steps %s in %.1f s, %.2f GB with the logits",
-            len(self.graphs),
-            self.done,
-            time.perf_counter() - began,
-            self.num_bytes / 1e9,
-        )
+        took, size = time.perf_counter() - began, self.num_bytes / 1e9
+        what = "%d kinds of steps %s in %.1f s, %.2f GB with the logits"
+        log.info(what, len(self.graphs), self.done, took, size)
 
     def prepare(self, batch: DecodeBatch) -> GraphedRun:
         """Prepare a step, capturing its kind if it is new; not part of its measured time."""
@@ -335,15 +331,9 @@ class GraphedSteps:
         part = self.step.drafter.prepare(slots, shape)
         if part.needs_catch_up:
             self._catch_up(part.needs_catch_up)
-        kind = Kind(
-            shape,
-            self._size(slots),
-            sampled,
-            adapted,
-            self.step.drafter_commits(part),
-            self.step.table.stop_tokens.shape[1],
-            self._apart(slots, shape),
-        )
+        commits, stops = self.step.drafter_commits(part), self.step.table.stop_tokens.shape[1]
+        size, apart = self._size(slots), self._apart(slots, shape)
+        kind = Kind(shape, size, sampled, adapted, commits, stops, apart)
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, part, self)
         return self.graphs[kind], part

@@ -67,20 +67,18 @@ class Served(Body):
         Raises: RequestError 400
         """
         if self.priority and config.schedule_policy != "priority":
-            raise RequestError.about(
-                "priority",
-                self.priority,
+            remedy = (
                 "this server does not order requests by priority: leave it out, or start the "
-                "server with --schedule-policy priority",
+                "server with --schedule-policy priority"
             )
+            raise RequestError.about("priority", self.priority, remedy)
         positions = self.checkpoint
         if not all(0 < position < prompt_len for position in positions):
-            raise RequestError.about(
-                "checkpoint",
-                positions,
+            remedy = (
                 f"each must be between 1 and {prompt_len - 1}: the prompt has {prompt_len} tokens, "
-                "and the last one is always run",
+                "and the last one is always run"
             )
+            raise RequestError.about("checkpoint", positions, remedy)
         return {
             "priority": self.priority,
             "salt": self.cache_salt,

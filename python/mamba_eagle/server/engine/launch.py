@@ -107,12 +107,8 @@ class Launch(ABC):
             # Its packages are an extra.
             tracing = importlib.import_module("mamba_eagle.metrics.tracing")
             tracer = tracing.Tracer(endpoint, model)
-        recorder = Recorder(
-            model,
-            RequestLog(self.config.log_prompts) if self.config.log_requests else None,
-            self.config.metrics_prefixes,
-            tracer,
-        )
+        requests = RequestLog(self.config.log_prompts) if self.config.log_requests else None
+        recorder = Recorder(model, requests, self.config.metrics_prefixes, tracer)
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
         self.nodes = self._make_nodes()
@@ -122,14 +118,8 @@ class Launch(ABC):
                 self.start_engine()
             if await self._until_ready():
                 share_interpreter()
-                state = ServerState(
-                    self.config,
-                    self.manager,
-                    recorder,
-                    self.socket_dir,
-                    lifetime=self.lifetime,
-                    judge_kind=self.judge_kind,
-                )
+                own = (self.config, self.manager, recorder, self.socket_dir)
+                state = ServerState(*own, lifetime=self.lifetime, judge_kind=self.judge_kind)
                 self.judge = state.judge
                 if self.manager.tokenizer is not None:  # grammars need one
                     self.judge.start()

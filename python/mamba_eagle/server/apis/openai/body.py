@@ -188,12 +188,11 @@ def _with_suffix(
 ) -> list[list[int]]:
     """The prompts of a model that is to fill in what stands between each and the suffix."""
     if state.infill is None:
-        raise RequestError.about(
-            "suffix",
-            body.suffix,
+        remedy = (
             "this model's tokenizer has no tokens for filling in, such as <|fim_prefix|>: leave "
-            "the field out",
+            "the field out"
         )
+        raise RequestError.about("suffix", body.suffix, remedy)
     if body.echo:
         remedy = "a suffix is given, and no text begins with both: send one"
         raise RequestError.about("echo", True, remedy)

@@ -157,19 +157,17 @@ def _read_chat(body: Rendered, format: ChatFormat, tools: Tools | None) -> Chat:
 def _check_tools(given: list[Any], format: ChatFormat) -> None:
     """Raises: RequestError 400 if the model could not use tools, or its calls not be read."""
     if not format.takes_tools:
-        raise RequestError.about(
-            "tools",
-            given,
+        remedy = (
             "this model's chat template says nothing of tools: start the server with one that "
-            "does (--chat-template), or leave them out",
+            "does (--chat-template), or leave them out"
         )
+        raise RequestError.about("tools", given, remedy)
     if format.family is None or not format.family.reads_calls:
-        raise RequestError.about(
-            "tools",
-            given,
+        remedy = (
             "how this model writes calls is not known: start the server with --tool-call-parser, "
-            "or leave them out",
+            "or leave them out"
         )
+        raise RequestError.about("tools", given, remedy)
 
 
 def _arguments(body: Rendered, format: ChatFormat) -> dict[str, Any]:

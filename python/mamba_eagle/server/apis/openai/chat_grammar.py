@@ -60,14 +60,9 @@ def chat_grammar(
     grammar = made.grammar if made is not None else None
     path = made.path if made is not None else "thinking_budget"
     if family is not None and family.reasoning is not None:
-        grammar = thinking_first(
-            grammar,
-            family.reasoning,
-            reasoning_is(family, prefix),
-            state.grammars.special,
-            opening(family.calls) if family.calls is not None else "",
-            budget,
-        )
+        begun, special = reasoning_is(family, prefix), state.grammars.special
+        opened = opening(family.calls) if family.calls is not None else ""
+        grammar = thinking_first(grammar, family.reasoning, begun, special, opened, budget)
     if grammar is None:  # a budget, but no reasoning
         return ""
     try:
@@ -85,20 +80,18 @@ def _budget(body: Thought, state: ServerState, family: Family | None) -> Budget 
     if tokens is None:
         return None
     if family is None or family.reasoning is None:
-        raise RequestError.about(
-            name,
-            tokens,
+        remedy = (
             "how this model writes its reasoning is not known: start the server with "
-            "--reasoning-parser, or leave it out",
+            "--reasoning-parser, or leave it out"
         )
+        raise RequestError.about(name, tokens, remedy)
     budget = state.chat.budget(tokens, state.manager.engine.eos_token_ids)
     if budget is None:
-        raise RequestError.about(
-            name,
-            tokens,
+        remedy = (
             f"this model's end of reasoning, {family.reasoning.close}, is several tokens, of "
-            "which no count can be kept: leave it out",
+            "which no count can be kept: leave it out"
         )
+        raise RequestError.about(name, tokens, remedy)
     return budget
 
 

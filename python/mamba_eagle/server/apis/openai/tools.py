@@ -110,11 +110,8 @@ def read_tools(
         function = read(Tool, entry, f"tools[{i}]").function
         first = seen.setdefault(function.name, i)
         if first != i:
-            raise RequestError.about(
-                f"tools[{i}].function.name",
-                function.name,
-                f"tools[{first}] has this name already; each tool needs its own",
-            )
+            remedy = f"tools[{first}] has this name already; each tool needs its own"
+            raise RequestError.about(f"tools[{i}].function.name", function.name, remedy)
         functions.append(function)
     choice, named = _choice(tool_choice, seen)
     if choice == "none":
