@@ -6,17 +6,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import create_model
 
+from mamba_eagle import limits
 from mamba_eagle.core import SamplingParams, declared, shown
-from mamba_eagle.limits import (
-    GREEDY_BELOW,
-    MAX_INTEGER,
-    MAX_LOGIT_BIAS_ENTRIES,
-    MAX_SAMPLES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.bodies.prompts import PromptReader
@@ -28,19 +19,19 @@ DEFAULT = SamplingParams()
 
 def strings_kind(what: str) -> kinds.Kind:
     """Not too many, and not too long; what: "stop strings"."""
-    any_strings = kinds.texts(what, MAX_STOP_STRINGS)
+    any_strings = kinds.texts(what, limits.MAX_STOP_STRINGS)
 
     def convert(value: Any) -> list[str]:
         strings: list[str] = any_strings.read(value)
         longest = max(strings, key=len, default="")
-        if len(longest) > MAX_STOP_LENGTH:
+        if len(longest) > limits.MAX_STOP_LENGTH:
             raise ValueError(
                 f"the string has {len(longest)} characters but may have at most "
-                f"{MAX_STOP_LENGTH}: shorten it"
+                f"{limits.MAX_STOP_LENGTH}: shorten it"
             )
         total = sum(map(len, strings))
-        if total > MAX_STOP_CHARACTERS:
-            raise kinds.TooMany(f"characters of {what}", total, MAX_STOP_CHARACTERS)
+        if total > limits.MAX_STOP_CHARACTERS:
+            raise kinds.TooMany(f"characters of {what}", total, limits.MAX_STOP_CHARACTERS)
         return strings
 
     return kinds.Kind(convert, any_strings.must, any_strings.schema)
@@ -49,8 +40,8 @@ def strings_kind(what: str) -> kinds.Kind:
 def _logit_bias(value: Any) -> dict[int, float] | None:
     if not isinstance(value, dict):
         return None
-    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
-        raise kinds.TooMany("entries", len(value), MAX_LOGIT_BIAS_ENTRIES)
+    if len(value) > limits.MAX_LOGIT_BIAS_ENTRIES:
+        raise kinds.TooMany("entries", len(value), limits.MAX_LOGIT_BIAS_ENTRIES)
     bias: dict[int, float] = {}
     for key, number in value.items():
         converted = kinds.as_number(number)
@@ -67,15 +58,15 @@ KINDS: Mapping[Any, kinds.Kind] = {
     float: kinds.NUMBER,
     bool: kinds.FLAG,
     list[str]: STOP,
-    list[int]: kinds.integers("token ids", MAX_STOP_TOKEN_IDS),
+    list[int]: kinds.integers("token ids", limits.MAX_STOP_TOKEN_IDS),
     dict[int, float]: kinds.Kind(
         _logit_bias,
         "must be an object from token ids to finite numbers",
         {"type": "object", "additionalProperties": {"type": "number"}},
     ),
 }
-SEED = kinds.integer(0, MAX_INTEGER, PARAMETERS["seed"][1].remedy)
-Samples = Annotated[int, kinds.integer(1, MAX_SAMPLES)]
+SEED = kinds.integer(0, limits.MAX_INTEGER, PARAMETERS["seed"][1].remedy)
+Samples = Annotated[int, kinds.integer(1, limits.MAX_SAMPLES)]
 
 
 def bounded(name: str) -> kinds.Kind:
@@ -160,7 +151,7 @@ def checked(
     """
     values = vars(body)
     given = {**{name: values[name] for name in PARAMETERS if name in values}, **others, "seed": 0}
-    if 0 < given["temperature"] < GREEDY_BELOW:
+    if 0 < given["temperature"] < limits.GREEDY_BELOW:
         given["temperature"] = 0.0
     params = SamplingParams(**given)
     problems = params.problems(*vocabulary)

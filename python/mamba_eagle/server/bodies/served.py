@@ -4,37 +4,24 @@ bounds on products: a small body may ask for much work, memory or output."""
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
+from mamba_eagle import limits
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.limits import (
-    MAX_CACHE_SALT,
-    MAX_CHECKPOINTS,
-    MAX_HIDDEN_STATES,
-    MAX_INPUT_LOGPROBS,
-    MAX_LOGPROBS,
-    MAX_MODEL_LENGTH,
-    MAX_PIN_SECONDS,
-    MAX_PRIORITY,
-    MAX_PROMPT_TOKENS,
-    MAX_RID_LENGTH,
-    MAX_TIMEOUT,
-    MAX_TOKEN_ENTRIES,
-)
 from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.sample import LiveRequest
 
-SECONDS = f"must be 0 (no limit) or at most {MAX_TIMEOUT:.0f} seconds"
-TIMEOUT = kinds.number(0, MAX_TIMEOUT, must=SECONDS)
-PIN = kinds.number(0, MAX_PIN_SECONDS, must=f"must be 0 to {MAX_PIN_SECONDS}")
-PRIORITY = kinds.integer(-MAX_PRIORITY, MAX_PRIORITY)
-POSITIONS = kinds.integers("positions", MAX_CHECKPOINTS)
-SESSION = kinds.short(MAX_RID_LENGTH)
-SALT = kinds.short(MAX_CACHE_SALT, f"must have at most {MAX_CACHE_SALT} characters")
-Name = Annotated[str, kinds.short(MAX_RID_LENGTH)]
-ModelName = Annotated[str, kinds.short(MAX_MODEL_LENGTH)]
+SECONDS = f"must be 0 (no limit) or at most {limits.MAX_TIMEOUT:.0f} seconds"
+TIMEOUT = kinds.number(0, limits.MAX_TIMEOUT, must=SECONDS)
+PIN = kinds.number(0, limits.MAX_PIN_SECONDS, must=f"must be 0 to {limits.MAX_PIN_SECONDS}")
+PRIORITY = kinds.integer(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)
+POSITIONS = kinds.integers("positions", limits.MAX_CHECKPOINTS)
+SESSION = kinds.short(limits.MAX_RID_LENGTH)
+SALT = kinds.short(limits.MAX_CACHE_SALT, f"must have at most {limits.MAX_CACHE_SALT} characters")
+Name = Annotated[str, kinds.short(limits.MAX_RID_LENGTH)]
+ModelName = Annotated[str, kinds.short(limits.MAX_MODEL_LENGTH)]
 
 
 class Served(Body):
@@ -122,25 +109,25 @@ def check_demand(
     Raises: RequestError 400
     """
     carried = sum(prompt.n * len(prompt.token_ids) for prompt in prompts)
-    if carried > MAX_PROMPT_TOKENS:
+    if carried > limits.MAX_PROMPT_TOKENS:
         raise RequestError(
             f"n: {len(prompts)} prompts and their samples carry {carried} tokens together, more "
-            f"than the limit of {MAX_PROMPT_TOKENS}: send fewer prompts, or a lower n",
+            f"than the limit of {limits.MAX_PROMPT_TOKENS}: send fewer prompts, or a lower n",
             param="n",
         )
     entries = sum(prompt.n * _entries(prompt.sampling) for prompt in prompts)
-    if entries > MAX_TOKEN_ENTRIES:
+    if entries > limits.MAX_TOKEN_ENTRIES:
         raise RequestError(
             f"logit_bias, stop_token_ids, allowed_token_ids, bad_words: all samples have {entries} "
-            f"entries together, more than the limit of {MAX_TOKEN_ENTRIES}: send fewer, or a "
-            "lower n",
+            f"entries together, more than the limit of {limits.MAX_TOKEN_ENTRIES}: send fewer, or "
+            "a lower n",
             param="logit_bias",
         )
     states = sum(p.n * _output(p, context_length) for p in prompts if p.return_hidden_states)
-    if states > MAX_HIDDEN_STATES:
+    if states > limits.MAX_HIDDEN_STATES:
         raise RequestError(
             f"return_hidden_states: all samples have up to {states} tokens together, more than the "
-            f"limit of {MAX_HIDDEN_STATES}: lower max_new_tokens or n",
+            f"limit of {limits.MAX_HIDDEN_STATES}: lower max_new_tokens or n",
             param="return_hidden_states",
         )
     _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
@@ -165,18 +152,18 @@ def _check_logprobs(
         best = 1 + prompt.top_logprobs + len(prompt.token_ids_logprob)
         length = len(prompt.token_ids)
         wanted = (length - prompt.logprob_start) * best if prompt.logprob_start >= 0 else 0
-        if wanted > MAX_INPUT_LOGPROBS:
+        if wanted > limits.MAX_INPUT_LOGPROBS:
             raise RequestError(
                 f"logprobs of a prompt: {length - max(prompt.logprob_start, 0)} positions with "
-                f"{best} each are {wanted}, more than the limit of {MAX_INPUT_LOGPROBS}: ask for "
-                f"fewer positions (logprob_start_len) or a lower {top}",
+                f"{best} each are {wanted}, more than the limit of {limits.MAX_INPUT_LOGPROBS}: "
+                f"ask for fewer positions (logprob_start_len) or a lower {top}",
                 param=top,
             )
         total += prompt.n * (wanted + _output(prompt, context_length) * best)
-    if total > MAX_LOGPROBS:
+    if total > limits.MAX_LOGPROBS:
         raise RequestError(
             f"{top}: tokens of all samples with their best ones are up to {total} logprobs, more "
-            f"than the limit of {MAX_LOGPROBS}: lower {top}, {output} or n",
+            f"than the limit of {limits.MAX_LOGPROBS}: lower {top}, {output} or n",
             param=top,
         )
 
@@ -184,4 +171,4 @@ def _check_logprobs(
 def fitting_output(n: int, top: int | None, room: int) -> int:
     """The longest output, up to ``room``, whose logprobs stay within the limit; for requests that
     name no length. top None: no logprobs."""
-    return room if top is None else min(room, max(1, MAX_LOGPROBS // (n * (1 + top))))
+    return room if top is None else min(room, max(1, limits.MAX_LOGPROBS // (n * (1 + top))))
