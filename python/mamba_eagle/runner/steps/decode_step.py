@@ -11,6 +11,7 @@ along, and no object remembers which step it is in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -138,35 +139,24 @@ class DecodeStep:
     ) -> Verified:
         """Run the target on the trees. adapted: whether any request has an adapter. logits:
         [b*T, V], the model's logits_dtype, written if given; otherwise new memory is used."""
-        if not adapted:
-            return self._verify(slots, kv_slots, tree, self.program, logits)
-        with self.adapters.over(slots, tree.tokens.shape[1]):
-            return self._verify(slots, kv_slots, tree, self.adapted_program, logits)
-
-    def _verify(
-        self,
-        slots: Tensor,
-        kv_slots: Tensor,
-        tree: Tree,
-        program: StepProgram | None,
-        logits: Tensor | None,
-    ) -> Verified:
-        if program is not None:
-            assert logits is None, "graphs have no programs"
-            return Verified(tree, *program.verify(slots, kv_slots, tree), program)
         table, shape = self.table, tree.tokens.shape
-        processed = table.processed[slots]
-        layout = self.scheme.begin(slots, tree)
-        bits = self.scheme.ancestor_bits(layout)
-        own = (slots, processed, kv_slots, tree.parents, tree.ancestors, bits)
-        nodes = TreeNodes(table.kv_slots, *own)
-        attention = self.backend.tree_attention(self.kv, nodes)
-        positions = processed[:, None] + tree.depths
-        context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))
-        features = self.model(tree.tokens.reshape(-1), context)
-        logits = self.model.step_logits(features, logits)
-        parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
-        return Verified(tree, layout, positions, *parts)
+        program = self.adapted_program if adapted else self.program
+        with self.adapters.over(slots, shape[1]) if adapted else nullcontext():
+            if program is not None:
+                assert logits is None, "graphs have no programs"
+                return Verified(tree, *program.verify(slots, kv_slots, tree), program)
+            processed = table.processed[slots]
+            layout = self.scheme.begin(slots, tree)
+            bits = self.scheme.ancestor_bits(layout)
+            own = (slots, processed, kv_slots, tree.parents, tree.ancestors, bits)
+            nodes = TreeNodes(table.kv_slots, *own)
+            attention = self.backend.tree_attention(self.kv, nodes)
+            positions = processed[:, None] + tree.depths
+            context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))
+            features = self.model(tree.tokens.reshape(-1), context)
+            logits = self.model.step_logits(features, logits)
+            parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
+            return Verified(tree, layout, positions, *parts)
 
     def sample(self, slots: Tensor, verified: Verified, sampled: bool) -> Tensor:
         """The target's token at each node, [b, T], with nothing that only the host knows.
