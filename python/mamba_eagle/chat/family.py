@@ -21,15 +21,8 @@ from mamba_eagle.core import shown
 
 FOLDER = Path(__file__).parent / "families"
 # The more special form first: markers of one may all stand in another's templates.
-FAMILIES = (
-    "nemotron_nano_v2",
-    "nemotron_3",
-    "granite_4",
-    "qwen3_coder",
-    "qwen3",
-    "falcon_h1",
-    "hermes",
-    "mamba2_math",
+FAMILIES = tuple(
+    "nemotron_nano_v2 nemotron_3 granite_4 qwen3_coder qwen3 falcon_h1 hermes mamba2_math".split()
 )
 NONE = "none"
 REASONING, CALLS, CONTENT = "reasoning_content", "tool_calls", "content"

@@ -236,11 +236,8 @@ def _grow(nodes, buckets, contexts, topk, max_depth, picked, scores, children):
             break
         token, parent = waiting[best, 0], waiting[best, 1]
         waiting[best, 1] = -1
-        picked[filled, 0], picked[filled, 1], picked[filled, 2] = (
-            token,
-            parent,
-            picked[parent, 2] + 1,
-        )
+        picked[filled, 0], picked[filled, 1] = token, parent
+        picked[filled, 2] = picked[parent, 2] + 1
         scores[filled] = waiting_scores[best]
         children[parent] += 1
         for source in range(2):

@@ -8,13 +8,8 @@ from mamba_eagle.config import flag_of, setting
 from mamba_eagle.config.flags import Settings
 
 # Settings that affect neither the answers nor the weights: a resumed run may change them.
-CHANGEABLE = (
-    "device",
-    "max_running_requests",
-    "micro_tokens",
-    "log_every",
-    "eval_every",
-    "save_seconds",
+CHANGEABLE = tuple(
+    "device max_running_requests micro_tokens log_every eval_every save_seconds".split()
 )
 
 

@@ -23,16 +23,9 @@ SAMPLE = 1 << 12  # bytes
 SAMPLES = 256  # per file
 # What slots hold depends on these, besides weights and shapes. The bits of a drafter's weights are
 # left out: they change drafts alone, and may depend on the number of ranks.
-SETTINGS = (
-    "load_format",
-    "dtype",
-    "kv_cache_dtype",
-    "mamba_ssm_dtype",
-    "mamba_ssm_rounding",
-    "mamba_verify_mode",
-    "quantization",
-    "speculative_algorithm",
-    "device",
+SETTINGS = tuple(
+    "load_format dtype kv_cache_dtype mamba_ssm_dtype mamba_ssm_rounding mamba_verify_mode "
+    "quantization speculative_algorithm device".split()
 )
 
 
