@@ -13,19 +13,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from mamba_eagle.cache.tiers.disk_log import (
-    SUM_BYTES,
-    Label,
-    Record,
-    TornFile,
-    difference,
-    framed,
-    live,
-    read_export,
-    read_log,
-    unit_sum,
-    units_of,
-)
+from mamba_eagle.cache.tiers import disk_log
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import shown
 from mamba_eagle.message.indices import Indices
@@ -35,10 +23,10 @@ MIN_LOG = 1 << 26  # bytes below which the log is not compacted while the server
 OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # named after a fingerprint
 
 
-def record_of(label: bytes, rows: np.ndarray) -> Record:
+def record_of(label: bytes, rows: np.ndarray) -> disk_log.Record:
     """The record of units [n, unit bytes], with the label that the scheduler has made."""
-    sums = b"".join(unit_sum(row.data) for row in rows)
-    return Record(msgspec.msgpack.decode(label, type=Label), sums)
+    sums = b"".join(disk_log.unit_sum(row.data) for row in rows)
+    return disk_log.Record(msgspec.msgpack.decode(label, type=disk_log.Label), sums)
 
 
 class DamagedUnits(OSError):
@@ -74,7 +62,7 @@ class DiskUnits:
             self.log = folder / "log"
             self._units = self._open(folder / "units", os.O_RDWR)
             os.ftruncate(self._units, count * unit_bytes)  # takes space as it is written
-            self.sums = np.zeros((count, SUM_BYTES), dtype=np.uint8)
+            self.sums = np.zeros((count, disk_log.SUM_BYTES), dtype=np.uint8)
             self._compact_at = MIN_LOG
             self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
         except (OSError, RuntimeError) as error:  # RuntimeError: no such ~user
@@ -87,15 +75,15 @@ class DiskUnits:
     def restore(self) -> None:
         """The sums of what is there, and a log without what newer records have overwritten. To be
         called first, and again when the log has grown."""
-        found = read_log(str(self.log))
-        records = live(found.records, self.count)
+        found = disk_log.read_log(str(self.log))
+        records = disk_log.live(found.records, self.count)
         for record in records:
-            sums = np.frombuffer(record.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
-            self.sums[units_of(record)] = sums
+            sums = np.frombuffer(record.sums, dtype=np.uint8).reshape(-1, disk_log.SUM_BYTES)
+            self.sums[disk_log.units_of(record)] = sums
         if found.ignored or len(records) < len(found.records):
             fresh = self.log.with_suffix(".new")
             with open(self._open(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-                file.writelines(map(framed, records))
+                file.writelines(map(disk_log.framed, records))
             fresh.rename(self.log)
         os.close(self._log)
         self._log = self._open(self.log, os.O_WRONLY | os.O_APPEND)
@@ -110,9 +98,9 @@ class DiskUnits:
                 done = os.pwrite(self._units, part, place)
                 part, place = part[done:], place + done
         made = record_of(label, data)
-        sums = np.frombuffer(made.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+        sums = np.frombuffer(made.sums, dtype=np.uint8).reshape(-1, disk_log.SUM_BYTES)
         self.sums[np.asarray(units)] = sums
-        record, size = framed(made), os.fstat(self._log).st_size
+        record, size = disk_log.framed(made), os.fstat(self._log).st_size
         if os.write(self._log, record) < len(record):
             os.ftruncate(self._log, size)
             raise OSError(f"{self.log}: no room for the whole record")
@@ -126,7 +114,7 @@ class DiskUnits:
             if os.preadv(self._units, [part], place) < len(part):
                 raise DamagedUnits(f"{self.log.parent}: the file of units is too short")
         for unit, own in zip(units, data):
-            if unit_sum(own.data) != self.sums[unit].tobytes():
+            if disk_log.unit_sum(own.data) != self.sums[unit].tobytes():
                 raise DamagedUnits(f"{self.log.parent}: unit {unit} is not what was written")
 
     def _spans(self, units: Indices, data: memoryview) -> Iterator[tuple[memoryview, int]]:
@@ -169,7 +157,7 @@ class ExportFiles:
         with open(os.open(path, flags, 0o600), "wb") as file:
             if not file.seek(0, os.SEEK_END):
                 file.write(msgspec.json.encode(self.facts) + b"\n")
-            file.write(framed(record_of(label, data)))
+            file.write(disk_log.framed(record_of(label, data)))
             file.write(data.data)
 
     def read(self, path: str, units: Indices, rows: Tensor) -> None:
@@ -177,14 +165,14 @@ class ExportFiles:
 
         Raises: OSError, DamagedUnits, ForeignFile."""
         try:
-            found = read_export(path)
-        except TornFile as error:
+            found = disk_log.read_export(path)
+        except disk_log.TornFile as error:
             raise ForeignFile(str(error)) from error
-        if differs := difference(found.facts, self.facts):
+        if differs := disk_log.difference(found.facts, self.facts):
             raise ForeignFile(differs)
         with open(path, "rb") as file:
             for unit, row in zip(units, rows.numpy()):
                 placed = found.units[unit]
                 file.seek(placed.offset)
-                if file.readinto(row.data) < len(row) or unit_sum(row.data) != placed.sum:
+                if file.readinto(row.data) < len(row) or disk_log.unit_sum(row.data) != placed.sum:
                     raise DamagedUnits(f"unit {unit} is not what was written")
