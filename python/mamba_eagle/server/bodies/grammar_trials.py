@@ -14,18 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from mamba_eagle.constrain import trials
 from mamba_eagle.constrain.grammar import Grammar
-from mamba_eagle.constrain.trials import (
-    LENGTH,
-    Ended,
-    Stop,
-    Tokens,
-    Trial,
-    Verdict,
-    framed,
-    load,
-    verdict_on,
-)
 from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary
 from mamba_eagle.limits import MAX_GRAMMAR_SECONDS, MAX_GRAMMAR_WAIT
 from mamba_eagle.message.lifetime import module_command
@@ -59,10 +49,10 @@ def levels() -> tuple[Level, ...]:
 class Judge:
     """Says whether a grammar can be served."""
 
-    def __init__(self, tokens: Callable[[], Tokens]) -> None:
+    def __init__(self, tokens: Callable[[], trials.Tokens]) -> None:
         self._tokens = tokens
 
-    async def verdict(self, grammar: Grammar) -> Verdict:
+    async def verdict(self, grammar: Grammar) -> trials.Verdict:
         """Cancelling it ends the work. Raises: RequestError 503"""
         raise NotImplementedError
 
@@ -79,23 +69,23 @@ class Judge:
 class ThreadJudge(Judge):
     """Without a process, for an Engine that may start none: its only client is its owner."""
 
-    async def verdict(self, grammar: Grammar) -> Verdict:
-        return await asyncio.to_thread(lambda: verdict_on(self._vocabulary, grammar))
+    async def verdict(self, grammar: Grammar) -> trials.Verdict:
+        return await asyncio.to_thread(lambda: trials.verdict_on(self._vocabulary, grammar))
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | NoVocabulary:
-        return load(self._tokens())
+        return trials.load(self._tokens())
 
 
 class _Asked(NamedTuple):
-    ended: asyncio.Future[Verdict | None]
+    ended: asyncio.Future[trials.Verdict | None]
     level: int
 
 
 class ProcessJudge(Judge):
     """Lives on the event loop. The process starts with the first grammar, or with ``start``."""
 
-    def __init__(self, tokens: Callable[[], Tokens]) -> None:
+    def __init__(self, tokens: Callable[[], trials.Tokens]) -> None:
         super().__init__(tokens)
         self._levels = levels()
         self._lanes = [asyncio.Semaphore(level.lanes) for level in self._levels]
@@ -124,11 +114,11 @@ class ProcessJudge(Judge):
                     start_new_session=True,  # Ctrl-C is for the server, which then ends this
                 )
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._writer.write(framed(self._tokens()))
+            self._writer.write(trials.framed(self._tokens()))
             self._reading = asyncio.ensure_future(self._read(reader, process))
             self._process = process
 
-    async def verdict(self, grammar: Grammar) -> Verdict:
+    async def verdict(self, grammar: Grammar) -> trials.Verdict:
         try:
             return await asyncio.wait_for(self._climb(grammar), MAX_GRAMMAR_WAIT)
         except asyncio.TimeoutError:
@@ -136,41 +126,41 @@ class ProcessJudge(Judge):
                 "the server could not try the grammar in time: send it again", 503, retry_after=1
             ) from None
 
-    async def _climb(self, grammar: Grammar) -> Verdict:
+    async def _climb(self, grammar: Grammar) -> trials.Verdict:
         for level, lanes in enumerate(self._lanes):
             async with lanes:
                 found = await self._tried(grammar, level)
             if found is not None:
                 return found
-        return Verdict(
+        return trials.Verdict(
             f"it needs more than {MAX_GRAMMAR_SECONDS:g} s of processor time: make it simpler"
         )
 
-    async def _tried(self, grammar: Grammar, number_of_level: int) -> Verdict | None:
+    async def _tried(self, grammar: Grammar, number_of_level: int) -> trials.Verdict | None:
         """None if its time was over."""
         if number_of_level and self._hurries:
             raise _shutting_down()
         await self._start()
         level = self._levels[number_of_level]
         self._count = number = self._count + 1
-        ended: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[trials.Verdict | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(ended, number_of_level)
-        self._send(Trial(number, grammar, level.seconds, level.nice))
+        self._send(trials.Trial(number, grammar, level.seconds, level.nice))
         try:
             return await ended
         finally:
             if self._asked.pop(number, None) is not None:
-                self._send(Stop(number))
+                self._send(trials.Stop(number))
 
-    def _send(self, message: Trial | Stop) -> None:
+    def _send(self, message: trials.Trial | trials.Stop) -> None:
         if not self._writer.is_closing():
-            self._writer.write(framed(message))
+            self._writer.write(trials.framed(message))
 
     async def _read(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
         try:
             while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                ended = msgspec.msgpack.decode(await reader.readexactly(length), type=Ended)
+                (length,) = trials.LENGTH.unpack(await reader.readexactly(trials.LENGTH.size))
+                ended = msgspec.msgpack.decode(await reader.readexactly(length), type=trials.Ended)
                 asked = self._asked.pop(ended.number, None)
                 if asked is not None and not asked.ended.done():
                     asked.ended.set_result(ended.verdict)
