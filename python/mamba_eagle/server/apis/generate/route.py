@@ -11,17 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import DEFAULT_VERSION, FinishReason
 from mamba_eagle.message import StepTrace, TokenLogprob
+from mamba_eagle.server.apis import sse
 from mamba_eagle.server.apis.generate.body import GenerateBody, parse_generate
-from mamba_eagle.server.apis.sse import (
-    DONE,
-    EventStream,
-    JsonList,
-    event,
-    json_parts,
-    sample_error,
-    updates,
-    wait_for_success,
-)
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.bodies.served import Job
 from mamba_eagle.server.errors import failure_status, json_response
@@ -63,12 +54,12 @@ class Reply:
         self._name = tokenizer.token_text if tokenizer is not None else None
         self._text = self._name if with_text else None
         self._told_traces = 0
-        self._ids = JsonList()
+        self._ids = sse.JsonList()
         asked = {"top": sample.prompt.top_logprobs, "token_ids": sample.prompt.token_ids_logprob}
         kinds = ("token", *(kind for kind, wanted in asked.items() if wanted))
         names = [f"{side}_{kind}_logprobs" for side in SIDES for kind in kinds]
-        self._logprobs = {name: JsonList() for name in names}
-        self._hidden = JsonList()
+        self._logprobs = {name: sse.JsonList() for name in names}
+        self._hidden = sse.JsonList()
 
     def as_dict(self) -> dict[str, Any]:
         """The reply as it stands, with parts in JSON already."""
@@ -172,7 +163,7 @@ class PieceReply(Reply):
         text, new_ids = self.sample.new_text(), self.sample.output_ids[self._told_ids :]
         self._told_ids += len(new_ids)
         reply = {"text": text, "output_ids": new_ids, "meta_info": self.meta_info()}
-        self._logprobs = {name: JsonList() for name in self._logprobs}
+        self._logprobs = {name: sse.JsonList() for name in self._logprobs}
         return reply
 
 
@@ -191,11 +182,11 @@ async def generate(request: Request) -> Response:
     replies = [kind(sample, tokenizer, job.body.return_text_in_logprobs) for sample in job.samples]
     as_list = job.body.is_batch or len(replies) > 1
     if job.body.stream:
-        return EventStream(state, job, stream_replies(state, job, as_list, replies))
-    await wait_for_success(
-        request, state, job, lambda sample: replies[sample.index].take(), sample_error
+        return sse.EventStream(state, job, stream_replies(state, job, as_list, replies))
+    await sse.wait_for_success(
+        request, state, job, lambda sample: replies[sample.index].take(), sse.sample_error
     )
-    parts = await json_parts([reply.as_dict for reply in replies])
+    parts = await sse.json_parts([reply.as_dict for reply in replies])
     return json_response(parts if as_list else parts[0])
 
 
@@ -205,13 +196,13 @@ async def stream_replies(
     """Replies as they stand, or pieces of them; of several samples each names its ``index``."""
     interval = state.config.stream_interval
     begun = False
-    async for sample in updates(job, lambda sample: replies[sample.index].spacing(interval)):
-        error = sample_error(sample)
+    async for sample in sse.updates(job, lambda sample: replies[sample.index].spacing(interval)):
+        error = sse.sample_error(sample)
         if error is not None and not begun:
             raise error
         begun = True
         body = error.body() if error is not None else replies[sample.index].as_dict()
         if as_list:
             body["index"] = sample.index
-        yield event(body)
-    yield DONE
+        yield sse.event(body)
+    yield sse.DONE

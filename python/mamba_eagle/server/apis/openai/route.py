@@ -7,18 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from mamba_eagle.server.apis import sse
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob, parse_completion
 from mamba_eagle.server.apis.openai.chat_body import ChatBody, parse_chat
 from mamba_eagle.server.apis.openai.choice import ChatChoice, Choice, CompletionChoice
-from mamba_eagle.server.apis.sse import (
-    DONE,
-    EventStream,
-    choice_error,
-    event,
-    json_parts,
-    updates,
-    wait_for_success,
-)
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.state import ServerState, server_state
@@ -50,8 +42,8 @@ async def _serve(
     choices = [kind(sample, tokenizer, job) for sample in job.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.body.stream:
-        return EventStream(state, job, _stream(state, job, choices, head))
-    await wait_for_success(
+        return sse.EventStream(state, job, _stream(state, job, choices, head))
+    await sse.wait_for_success(
         request, state, job, lambda sample: choices[sample.index].take_logprobs()
     )
     given = best_of_each(choices, job.body.n)
@@ -59,7 +51,7 @@ async def _serve(
         {
             **head,
             "object": choices[0].object_name,
-            "choices": await json_parts([choice.whole for choice in given]),
+            "choices": await sse.json_parts([choice.whole for choice in given]),
             "usage": usage(job.samples),
             **choices[0].of_reply(),
         }
@@ -86,12 +78,12 @@ async def _stream(
     options = job.body.stream_options
     begun = False
     interval = state.config.stream_interval
-    async for sample in updates(job, lambda sample: interval):
-        error = choice_error(sample)
+    async for sample in sse.updates(job, lambda sample: interval):
+        error = sse.choice_error(sample)
         if error is not None:
             if not begun:
                 raise error
-            yield event(error.body())
+            yield sse.event(error.body())
             continue
         choice = choices[sample.index]
         for piece in choice.pieces():
@@ -102,10 +94,10 @@ async def _stream(
                 chunk["usage"] = usage([sample])
             elif options.include_usage:
                 chunk["usage"] = None
-            yield event(chunk)
+            yield sse.event(chunk)
     if options.include_usage:
-        yield event({**head, "choices": [], "usage": usage(job.samples)})
-    yield DONE
+        yield sse.event({**head, "choices": [], "usage": usage(job.samples)})
+    yield sse.DONE
 
 
 def usage(samples: Sequence[Sample]) -> dict[str, Any]:
