@@ -12,16 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from mamba_eagle.bench import experts, facts, results
+from mamba_eagle.bench import experts, facts, report, results
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
-from mamba_eagle.bench.report import (
-    Speed,
-    StateMemory,
-    report_lines,
-    result_lines,
-    result_record,
-    speed_of,
-)
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.core import PLAIN
@@ -86,7 +78,7 @@ class Measured(NamedTuple):
     """A batch and what it was measured with."""
 
     made: Generation
-    speed: Speed | None  # None: the output is one token, which the prompts' step makes
+    speed: report.Speed | None  # None: the output is one token, which the prompts' step makes
     ready: RunnerReady
 
 
@@ -149,20 +141,20 @@ class Sweep:
         print(f"Benchmark ... batch {batch_size}, input {input_len}, output {output_len}")
         with profiled(args.profile, f"{args.run_name}-{batch_size}-{input_len}-{output_len}"):
             made = engine.generate(prompts, greedy(output_len))
-        print("\n".join(report_lines(made)))
+        print("\n".join(report.report_lines(made)))
         speed = None
         if made.step_seconds:
             touched = 0.0
             if isinstance(engine.runner, ModelRunner):
                 nodes = batch_size * config.tree_shape.nodes
                 touched = experts.touched(engine.runner, nodes)
-            speed = speed_of(made, config, ready, self.machine["copy_tb_s"], touched)
+            speed = report.speed_of(made, config, ready, self.machine["copy_tb_s"], touched)
             print(speed.line())
         if args.result_filename:
-            record = result_record(made, args, config, self.about)
+            record = report.result_record(made, args, config, self.about)
             results.append(args.result_filename, [record])
         if args.results:
-            lines = result_lines(made, speed, args, config, ready, self.machine)
+            lines = report.result_lines(made, speed, args, config, ready, self.machine)
             results.append(args.results, lines)
         return Measured(made, speed, ready)
 
@@ -214,7 +206,7 @@ def print_modes(found: dict[str, list[Measured]]) -> None:
     )
     for batch in zip(*found.values()):
         for mode, (made, speed, ready) in zip(found, batch):
-            state = StateMemory.of(ready)
+            state = report.StateMemory.of(ready)
             step = (speed.seconds * 1e3, speed.tokens_per_second) if speed else (0.0, 0.0)
             print(
                 f"{mode:<10}{len(made.tokens):>6}{step[0]:>10.3f}{step[1]:>10.1f}"

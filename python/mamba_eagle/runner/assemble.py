@@ -22,17 +22,10 @@ from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems
+from mamba_eagle.runner import loading
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
-from mamba_eagle.runner.loading import (
-    Loader,
-    backend_for,
-    draft_source_for,
-    give_back_freed_memory,
-    split_of,
-    whole_model,
-)
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.model_runner import ModelRunner, Parts
@@ -71,19 +64,19 @@ def assemble(
     Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
     """
     group, stages = ranks.group, ranks.stages
-    whole = whole_model(config)
+    whole = loading.whole_model(config)
     wrong = split_problems(whole, group.size) + size_problems(whole, stages.size)
     if config.enable_return_routed_experts and (whole.moe is None or stages.size > 1):
         wrong.append("--enable-return-routed-experts: needs experts, and --pp-size 1: leave it out")
     if wrong:
         raise ConfigError(wrong)
-    backend = backend_for(config, whole, ranks.number)
-    source = draft_source_for(config, whole, group.shard, backend)
-    split = split_of(whole, group.shard, stages.size, backend.dtype)
+    backend = loading.backend_for(config, whole, ranks.number)
+    source = loading.draft_source_for(config, whole, group.shard, backend)
+    split = loading.split_of(whole, group.shard, stages.size, backend.dtype)
     own = own_part(config, whole, split, source, backend, ranks)
     backend.prepare_builds(f"{config} {own}")
     length = context_length(config, own)
-    load = Loader(config, backend)
+    load = loading.Loader(config, backend)
     ops = backend.layer_ops.over(group, stages)
     model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
     group.sums = sums_for(config, group, backend, own.hidden_size)
@@ -130,18 +123,18 @@ def refill(runner: ModelRunner, config: EngineConfig) -> bool:
     """
     model, backend, ranks = runner.model, runner.backend, runner.parts.ranks
     began = time.perf_counter()
-    whole = whole_model(config)
+    whole = loading.whole_model(config)
     if ranks.group.size > 1 and whole.scale_group != model.config.scale_group:
         return False  # ranks have other parts of it
-    split = split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)
-    load, make = Loader(config, backend), partial(model_class(whole), model.config)
+    split = loading.split_of(whole, ranks.group.shard, ranks.stages.size, backend.dtype)
+    load, make = loading.Loader(config, backend), partial(model_class(whole), model.config)
     if not load.refill(model, make, config.model_path, split):
         return False
     runner.scheme.forget_weights()
     runner.journals.forget_weights()
     runner.adopt(config)
     backend.place.timestamp().wait()  # until then the files must stay
-    give_back_freed_memory()
+    loading.give_back_freed_memory()
     log.info("weights are replaced, in %.2f s", time.perf_counter() - began)
     return True
 
