@@ -18,13 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mamba_eagle import explain_cache
-from mamba_eagle.bench.client import (
-    ServerError,
-    add_server_flags,
-    full_url,
-    generate_all,
-    read_cache,
-)
+from mamba_eagle.bench import client
 from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.server.bodies.kinds import as_text
@@ -47,12 +41,12 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
 
     Raises: ExplainError
     """
-    url = full_url(url)
+    url = client.full_url(url)
     body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
     try:
-        (reply,) = generate_all(url, [body], parallel=1, api_key=api_key)
+        (reply,) = client.generate_all(url, [body], parallel=1, api_key=api_key)
         reply["meta_info"]["spec_trace"]
-    except ServerError as error:
+    except client.ServerError as error:
         if error.status == 0:
             raise ExplainError(
                 f"--url {url}: no answer ({error.message}): start a server with mamba-eagle serve, "
@@ -74,10 +68,10 @@ def ask_cache(url: str, api_key: str) -> dict[str, Any]:
 
     Raises: ExplainError
     """
-    url = full_url(url)
+    url = client.full_url(url)
     try:
-        reply = read_cache(url, api_key)
-    except ServerError as error:
+        reply = client.read_cache(url, api_key)
+    except client.ServerError as error:
         raise ExplainError(f"--url {url}: {error}") from None
     if not isinstance(reply, dict) or "kv_slots" not in reply:
         raise ExplainError(f"--url {url}: answered /cache without kv_slots: is it mamba-eagle?")
@@ -200,7 +194,7 @@ def make_parser() -> Parser:
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
     own.add_argument("--json-schema", default="", help="constrain the output to this JSON schema")
     own.add_argument("--regex", default="", help="constrain the output to this pattern")
-    add_server_flags(own)
+    client.add_server_flags(own)
     own.add_argument(
         "--json", action="store_true", help="print the whole reply, meta_info.spec_trace within"
     )

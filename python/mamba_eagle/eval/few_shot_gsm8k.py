@@ -13,15 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mamba_eagle.bench import results
-from mamba_eagle.bench.client import (
-    OnReply,
-    ServerError,
-    add_server_flags,
-    full_url,
-    generate_all,
-    no_one,
-)
+from mamba_eagle.bench import client, results
 from mamba_eagle.config import Parser
 from mamba_eagle.eval import gsm8k
 
@@ -121,7 +113,7 @@ def measure(
     temperature: float = 0.0,
     parallel: int = 128,
     api_key: str = "",
-    on_reply: OnReply = no_one,
+    on_reply: client.OnReply = client.no_one,
 ) -> Outcome:
     """Ask every question of ``task``, at most ``parallel`` at a time, and score the answers.
 
@@ -131,7 +123,7 @@ def measure(
     sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "stop": gsm8k.STOP}
     bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
     begin = time.perf_counter()
-    made = generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply)
+    made = client.generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply)
     seconds = time.perf_counter() - begin
     replies = [Reply.of(reply) for reply in made]
     return Outcome(replies, score(task.questions, replies, seconds))
@@ -156,7 +148,7 @@ def make_parser() -> Parser:
     parser.add_argument("--num-questions", type=count, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--parallel", type=count, default=128, help="requests at the same time")
-    add_server_flags(parser, "http://127.0.0.1:30000")
+    client.add_server_flags(parser, "http://127.0.0.1:30000")
     parser.add_argument("--host", default="", help="SGLang's flags, in place of --url")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -171,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         task = gsm8k.load_task(args.data_path, args.num_shots, args.num_questions)
         outcome = measure(
-            full_url(url),
+            client.full_url(url),
             task,
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
@@ -182,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(outcome.score.lines()))  # also if the texts cannot be saved
         if args.save_texts:
             save_texts(args.save_texts, task.questions, outcome.replies)
-    except (ServerError, ValueError, OSError) as error:
+    except (client.ServerError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
