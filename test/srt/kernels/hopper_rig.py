@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_rig import DTYPES, GLUON, HOPPER, LANGUAGE, LAYOUT, Block, Shared, _on_tensors, value_of
+from gluon_rig import DTYPES, GLUON, HOPPER, LANGUAGE, LAYOUT, Block, Shared, value_of
 from torch import Tensor
 
 PATIENCE = 20.0  # seconds until a wait is taken for one that never ends
@@ -135,10 +135,7 @@ vars(LANGUAGE).update(
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: LAYOUT),
     warp_specialize=_partitions,
     num_warps=lambda: None,
-    zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype.torch)),
     max=lambda block, axis: Block(block.value.amax(axis)),
-    cdiv=_on_tensors(lambda a, b: (a + b - 1) // b),
-    **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout"), lambda *_: LAYOUT),
 )
 LAYOUT.parent = LAYOUT
 

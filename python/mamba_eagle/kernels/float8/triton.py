@@ -399,8 +399,9 @@ def choose_config(
     rows are long, programs that share them wait less, as do two on a multiprocessor with a stage
     more.
     """
-    alone, tokens = rows <= ALONE and n <= 64, min(64, max(16, next_power_of_2(n)))
+    alone = rows <= ALONE and n <= 64
     if not blocks:
+        tokens = min(64, max(16, next_power_of_2(n)))
         return Config(64, tokens, 4, 10 if alone else 5, 4 if alone else 0)
     if alone and rows <= PROCESSORS * 16:
         return Config(16, 64, 4, 3, tokens_first=True, blocks=4)
@@ -444,13 +445,12 @@ def product(
     Returns: [n, out] of ``dtype``.
     """
     n, (out, columns) = x.values.shape[0], weight.shape
-    shape = (n, out, block is not None, columns, arrived is not None)
-    config = config or choose_config(*shape)
+    config = config or choose_config(n, out, block is not None, columns, arrived is not None)
     y = torch.empty(n, out, dtype=dtype, device=weight.device)
     grid = (cdiv(out, config.rows), cdiv(n, config.tokens))
     operands = (x.values, x.scale, weight, scale, bias, y)
-    common = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
-    common |= {"num_warps": config.warps, **overlapping(y.device)}
+    shape = {"ROWS": config.rows, "TOKENS": config.tokens, "STAGES": config.stages}
+    shape |= {"num_warps": config.warps, **overlapping(y.device)}
     x_stride = int(x.scale.shape[0] > 1)
     if block is not None:
         blocks = {"BLOCK_OUT": block[0], "GROUPED": x.group > 0}
@@ -462,11 +462,11 @@ def product(
             assert arrived is not None and grid[0] * grid[1] <= len(arrived)
             parts = (torch.empty(config.splits, n, out, device=weight.device), arrived)
         sizes = (n, out, columns, scale.shape[1], *strides)
-        _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **common)
+        _block_kernel[(*grid, config.splits)](*operands, *parts, *sizes, **blocks, **shape)
     else:
         ahead = config.ahead if launches_overlap(y.device) else 0
         sizes = (n, out, columns, x_stride, int(scale.shape[0] > 1))
-        _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **common)
+        _product_kernel[grid](*operands, *sizes, AHEAD=ahead, **shape)
     return y
 
 
