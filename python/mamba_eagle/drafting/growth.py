@@ -58,7 +58,7 @@ class Growth:
             if noise is not None and (forced := noise.forced(len(slots), shape.topk, left)):
                 self._add_forced(grown, forced, noise, left)
                 break
-            if network.reads_above:
+            if network.reads_above and shape.topk > 1:
                 index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
                 above = above.gather(1, index)
             above = network.lanes(

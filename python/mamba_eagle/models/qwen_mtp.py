@@ -49,8 +49,8 @@ class QwenMtpHead(Layer):
         own, layer = self.mtp, self.mtp.layers[0]
         both = [own.pre_fc_norm_embedding(embeddings), own.pre_fc_norm_hidden(hidden)]
         hidden = own.fc(torch.cat(both, dim=-1))
-        hidden, added = until_last_sum([layer], hidden, ctx)
-        return own.norm(hidden + layer.total(added))
+        normed, _ = own.norm.after(*until_last_sum([layer], hidden, ctx))
+        return normed
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor goes; None for the target's, in the same folder."""
