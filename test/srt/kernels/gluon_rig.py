@@ -26,7 +26,7 @@ PACKAGE = "mamba_eagle.kernels."
 GLUON = "triton.experimental.gluon"
 TORCH_DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-    *(torch.int32, torch.int64, torch.bool),
+    *(torch.int16, torch.int32, torch.int64, torch.bool),
 )
 
 
@@ -172,7 +172,8 @@ class Shared:
 
 def _load(at: Pointers, mask: Any = None, other: float = 0.0, eviction_policy: str = "") -> Block:
     offset, allowed = at.places(mask)
-    return Block(torch.where(allowed, at.memory[offset], torch.tensor(other).to(at.memory.dtype)))
+    memory = at.memory if at.memory.numel() else at.memory.new_zeros(1)  # no load but masked ones
+    return Block(torch.where(allowed, memory[offset], torch.tensor(other).to(memory.dtype)))
 
 
 def _store(at: Pointers, block: Any, mask: Any = None) -> None:
@@ -211,7 +212,7 @@ def _reduce(block: Block, axis: int, combine: Callable[[Block, Block], Block]) -
     return functools.reduce(combine, map(Block, block.value.unbind(axis)))
 
 
-def _product(a: Block, b: Block, total: Block) -> Block:
+def _product(a: Block, b: Block, total: Block, precision: str = "") -> Block:
     """Of matrices side by side, summed up in float64 and rounded once."""
     return Block((a.value.double() @ b.value.double() + total.value.double()).float())
 
@@ -273,6 +274,10 @@ vars(LANGUAGE).update(
     reduce=_reduce,
     broadcast=_broadcast,
     reduce_or=lambda block, axis: _reduce(block, axis, operator.or_),
+    join=lambda a, b: Block(torch.stack([a.value, b.value], -1)),
+    split=lambda block: tuple(map(Block, block.value.unbind(-1))),
+    reshape=Block.reshape,
+    permute=Block.permute,
     convert_layout=lambda block, layout, assert_trivial=False: block,
     arange=lambda begin, end, layout=None: Block(torch.arange(begin, end, dtype=torch.int32)),
     full=lambda shape, value, dtype, layout=None: Block(

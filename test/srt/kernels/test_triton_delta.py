@@ -8,17 +8,19 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import DEVICE, in_the_interpreter, runs_kernels
+from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
+from gluon_rig import interpreted
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 from triton_rig import BFLOAT16_ERROR, assert_mostly_equal, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
-from mamba_eagle.kernels.delta_rule import naive
+from mamba_eagle.kernels.delta_rule import gluon, naive, triton
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
 from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
+from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout
 
@@ -68,6 +70,18 @@ GPU_CASES = {
     for name, sizes in (("27b", QWEN_27B), ("35b", QWEN_35B))
     for nodes in (1, 4, 8, 16, 64)
     for channels in (False, True)
+}
+
+IN_REGISTERS = Case(Sizes(4, 64, 2, 64), 4, 16, (16, 0, 3), dtype=torch.bfloat16)
+FEW_NODES = {
+    **{f"{n}-nodes": IN_REGISTERS._replace(nodes=n) for n in (2, 3, 4, 5, 8)},
+    "no-journal": IN_REGISTERS._replace(max_journal=0, journal_lens=(0, 0)),
+    "longest-journal": IN_REGISTERS._replace(max_journal=32, journal_lens=(32, 17)),
+    "wide": IN_REGISTERS._replace(sizes=Sizes(1, 128, 1, 128)),
+    "float16": IN_REGISTERS._replace(dtype=torch.float16),
+    "16-bit-state": IN_REGISTERS._replace(state_dtype=torch.bfloat16),
+    "keys-alike": IN_REGISTERS._replace(nodes=8, max_beta=2.0, decay=1e-3, alike=0.99, chain=True),
+    "forgets-all": IN_REGISTERS._replace(decay=200.0),
 }
 
 
@@ -125,7 +139,7 @@ def make_batch(case: Case) -> Batch:
     gate_size = (H * N if case.channels else H) + H
     rows = DeltaRows(
         torch.full((R, W, gate_size), GARBAGE),
-        torch.full((R, W, G * N), GARBAGE, dtype=case.dtype),
+        torch.full((R, W, G * N), min(GARBAGE, torch.finfo(case.dtype).max), dtype=case.dtype),
         torch.full((R, W, H * P), GARBAGE),
     )
     state = draw.normal(S, H, P, N).to(case.state_dtype)
@@ -176,6 +190,31 @@ def test_outputs_and_rows_are_the_recurrence(case: Case) -> None:
     check(case)
 
 
+@pytest.fixture
+def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gluon.py's kernel; without a GPU by gluon_rig.py."""
+    if not GPU:
+        form = interpreted("delta_rule.gluon")[0]
+        monkeypatch.setattr(form, "capability", lambda device: form.HOPPER)
+        monkeypatch.setattr(triton, "gluon", form)
+    elif capability(DEVICE) < gluon.HOPPER:
+        pytest.skip("for Hopper and later")
+    monkeypatch.setattr(triton, "_verify_kernel", None)
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", FEW_NODES.values(), ids=FEW_NODES)
+def test_few_nodes_in_registers(case: Case, in_registers: None) -> None:
+    check(case)
+
+
+@runs_kernels
+def test_registers_leave_what_does_not_fit(in_registers: None) -> None:
+    for case in (CASES["tree"], CASES["channels"], IN_REGISTERS._replace(nodes=9)):
+        with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
+            make_batch(case).verify()
+
+
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
@@ -218,9 +257,10 @@ def ancestors(step: TreeLayout, node: int) -> Tensor:
 
 
 @runs_kernels
-def test_where_a_step_folds_the_journal_is_in_the_state() -> None:
+@pytest.mark.parametrize("case", [CASES["tree"], FEW_NODES["float16"]], ids=["tree", "few-nodes"])
+def test_where_a_step_folds_the_journal_is_in_the_state(case: Case) -> None:
     """Then its rows are not looked at."""
-    batch = make_batch(CASES["tree"])
+    batch = make_batch(case)
     step = batch.step
     fold = torch.tensor([True, True, False], device=DEVICE)
     one_layer = DeltaRows(*(part[None] for part in batch.rows))

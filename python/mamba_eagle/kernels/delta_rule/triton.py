@@ -6,7 +6,7 @@ by substitution, row by row. (Products of powers would take fewer steps; but whe
 each other, powers of 2**15 cancel.) What is left is linear in the values, so that a program of
 ``_verify_kernel`` takes some of a head's: it asks for its part of the state before the first kernel
 has ended, multiplies it once by the queries and keys of all nodes, and is left with small products.
-A plain step is a tree of one node, and these are sums.
+A plain step is a tree of one node, and these are sums; gluon.py has a form for few nodes.
 
 Log decays are added along the path between two tokens. All of them have one sign, so that nothing
 cancels in float32, where differences of sums from the state would need float64. Each product of
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.delta_rule import gluon
 from mamba_eagle.kernels.delta_rule.rows import (
     DeltaRows,
     decay_sums,
@@ -359,11 +360,16 @@ def tree_verify(
     form |= {**sizes.constants, **overlapping(state.device)}
     made = _node_weights(rows, gates, convolved, step, {**form, "TP": padded, "EPS": eps})
     y = torch.empty(b * T, H * P, dtype=convolved.dtype, device=convolved.device)
-    tile, warps = config or choose_config(P, T)
-    _verify_kernel[(H * P // tile, b)](
+    if config is None and gluon.supports(rows, convolved, state, step, sizes):
+        kernel, (tile, warps) = gluon.verify_kernel, (gluon.TILE, gluon.WARPS)
+        nodes = max(4, next_power_of_2(T))
+    else:
+        kernel, (tile, warps) = _verify_kernel, config or choose_config(P, T)
+        nodes = 1 if T == 1 else padded
+    kernel[(H * P // tile, b)](
         *(convolved, *made, rows.u, state, y, *step.up_to_rows, step.fold),
         *(T, rows.u.shape[1], M, state.stride(0)),
-        TP=1 if T == 1 else padded,
+        TP=nodes,
         TILE=tile,
         num_warps=warps,
         **form,
