@@ -74,7 +74,7 @@ GPU_CASES = {
 
 IN_REGISTERS = Case(Sizes(4, 64, 2, 64), 4, 16, (16, 0, 3), dtype=torch.bfloat16)
 FEW_NODES = {
-    **{f"{n}-nodes": IN_REGISTERS._replace(nodes=n) for n in (2, 3, 4, 5, 8)},
+    **{f"{n}-nodes": IN_REGISTERS._replace(nodes=n) for n in (1, 2, 3, 4, 5, 8)},
     "no-journal": IN_REGISTERS._replace(max_journal=0, journal_lens=(0, 0)),
     "longest-journal": IN_REGISTERS._replace(max_journal=32, journal_lens=(32, 17)),
     "wide": IN_REGISTERS._replace(sizes=Sizes(1, 128, 1, 128)),

@@ -170,7 +170,7 @@ def supports(
     rows: DeltaRows, convolved: Tensor, state: Tensor, step: TreeLayout, sizes: Sizes
 ) -> bool:
     """Whether this file's kernel can verify them, and is the faster one."""
-    few = 1 < step.rows.shape[1] <= MAX_NODES and step.journal.shape[1] <= MAX_JOURNAL
+    few = step.rows.shape[1] <= MAX_NODES and step.journal.shape[1] <= MAX_JOURNAL
     exact = convolved.element_size() == 2 and state.dtype in (torch.float32, convolved.dtype)
     whole = sizes.head_dim % TILE == 0 and sizes.state_size in STATE_SIZES
     narrow = few and exact and whole and not has_channel_decay(rows, sizes)

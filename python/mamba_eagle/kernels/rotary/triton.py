@@ -121,7 +121,7 @@ def rotate_(
         K_PADDED=next_power_of_2(others.shape[1]),
         HALF_PADDED=next_power_of_2(half),
         REST_PADDED=next_power_of_2(max(rest, 1)),
-        num_warps=4,
+        num_warps=4 if heads * size < 4096 else 8,
         **overlapping(x.device),
     )
     return x
