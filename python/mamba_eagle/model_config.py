@@ -152,7 +152,10 @@ class DeltaConfig(RecurrenceConfig):
     state_size: int  # N
     num_groups: int
     conv_kernel: int
-    channel_decay: bool = False  # a decay for each of the N, not one per head
+    channel_decay: bool = False  # a decay for each of the N, not one per head (Kimi)
+    # of these: two matrices make it, and the gate, with P channels between them
+    narrow_decay: bool = False
+    lowest_decay: float = 0.0  # of these: bound of a token's log decay; 0: none
     max_beta: float = 1.0  # beta is a sigmoid times this
     chunk_size: int = 64
 

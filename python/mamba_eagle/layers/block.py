@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ class Block(ResidualLayer):
         self.mixer: nn.Module
         if kind == "recurrent":
             assert isinstance(config.recurrence, Mamba2Config)
-            self.mixer = Mamba2Mixer(config.recurrence, config.hidden_size, config.norm_eps, index)
+            self.mixer = Mamba2Mixer(config.recurrence, config.hidden_size, index, config.norm_eps)
         elif kind == "attention":
             assert config.attention is not None
             self.mixer = Attention(config.attention, config.hidden_size, index)
@@ -92,9 +92,13 @@ class LayerParts(NamedTuple):
 
 class PreNormLayer(ResidualLayer):
     """A mixer and then an MLP, each of a norm of the residual stream, under a family's names. A
-    family overrides ``new_attention``, ``new_recurrent`` or ``new_mlp`` where it has its own."""
+    family names the classes of which it has its own, or overrides ``new_attention`` or ``new_mlp``.
+    Mixers are made of their config, the hidden size, the index and the norms' epsilon."""
 
     names = LayerNames()
+    attention: ClassVar[Any] = staticmethod(make_attention)
+    recurrent: ClassVar[Any] = Mamba2Mixer
+    experts: ClassVar[Any]  # in place of the MLP where ``is_sparse``
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         """layer: the number of this one among all."""
@@ -104,7 +108,7 @@ class PreNormLayer(ResidualLayer):
         if kind == "attention":
             name, mixer = self.names.attention, self.new_attention(config, index)
         else:
-            name, mixer = self.names.recurrent, self.new_recurrent(config, index)
+            name, mixer = self.names.recurrent, self.recurrent(config.recurrence, size, index, eps)
         mlp = self.new_mlp(config, layer)
         self.parts = LayerParts(RMSNorm(size, eps), mixer, RMSNorm(size, eps), mlp)
         names = (self.names.norm, name, self.names.mlp_norm, self.names.mlp)
@@ -119,16 +123,16 @@ class PreNormLayer(ResidualLayer):
 
     def new_attention(self, config: ModelConfig, index: int) -> nn.Module:
         """index: the layer's among those of its kind."""
-        assert config.attention is not None
-        return make_attention(config.attention, config.hidden_size, index, config.norm_eps)
-
-    def new_recurrent(self, config: ModelConfig, index: int) -> nn.Module:
-        """The same of a recurrent layer."""
-        assert isinstance(config.recurrence, Mamba2Config)
-        return Mamba2Mixer(config.recurrence, config.hidden_size, config.norm_eps, index)
+        return self.attention(config.attention, config.hidden_size, index, config.norm_eps)
 
     def new_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        if config.moe is not None and self.is_sparse(config, layer):
+            return self.experts(config.moe, config.hidden_size)
         return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def is_sparse(self, config: ModelConfig, layer: int) -> bool:
+        """Of a model with experts: whether this layer has any."""
+        return False
 
     def connect(self) -> None:
         for step in self.steps():

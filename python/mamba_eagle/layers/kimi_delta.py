@@ -1,7 +1,5 @@
 """Kimi delta attention (arXiv 2510.26692): a delta rule whose decay has a number per channel."""
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,25 +14,16 @@ from mamba_eagle.parallel.cut import Cut, columns, rows
 from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
 
-class DecayForm(NamedTuple):
-    """How Kimi Linear and Ling 3 differ."""
-
-    narrow: bool  # two matrices make the decay, and the gate, with head_dim channels between them
-    bound: float  # the lowest log decay of a token; 0: none
-
-
 class KimiDeltaAttention(DeltaRule):
     """hidden [n, hidden_size] -> [n, hidden_size], of a rank's heads a part of the sum."""
 
-    def __init__(
-        self, config: DeltaConfig, hidden_size: int, index: int, eps: float, form: DecayForm
-    ) -> None:
+    def __init__(self, config: DeltaConfig, hidden_size: int, index: int, norm_eps: float) -> None:
         super().__init__()
-        self.config, self.index, self.form = config, index, form
+        self.config, self.index = config, index
         heads, inner, width = config.num_heads, config.inner_size, config.conv_kernel
         self.q_proj, self.k_proj, self.v_proj = (Linear(hidden_size, inner) for _ in range(3))
         self.conv1d = JoinedConv(dict.fromkeys("qkv", inner), width)
-        if form.narrow:
+        if config.narrow_decay:
             self.f_a_proj, self.g_a_proj = (Linear(hidden_size, config.head_dim) for _ in range(2))
             self.f_b_proj, self.g_b_proj = (Linear(config.head_dim, inner) for _ in range(2))
         else:
@@ -42,22 +31,22 @@ class KimiDeltaAttention(DeltaRule):
         self.b_proj = Linear(hidden_size, heads)
         # a few numbers that affect every token: float32, whatever the model's dtype
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=torch.float32))
-        shape = (1, 1, heads, 1) if form.narrow else (heads,)
+        shape = (1, 1, heads, 1) if config.narrow_decay else (heads,)
         self.A_log = nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        self.o_norm = RMSNorm(config.head_dim, eps)
+        self.o_norm = RMSNorm(config.head_dim, norm_eps)
         self.o_proj = Linear(inner, hidden_size)
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own = recurrent_heads(shard, self.config)
         channels = own.channels(self.config.head_dim)
-        ends = "b_proj" if self.form.narrow else "proj"
+        ends = "b_proj" if self.config.narrow_decay else "proj"
         each = ["dt_bias", f"f_{ends}.weight", f"g_{ends}.weight"]
         for part in "qkv":
             each += [f"{part}_proj.weight", f"conv1d.{part}.weight"]
         return {
             **dict.fromkeys(each, rows(channels)),
             "b_proj.weight": rows(own.heads),
-            "A_log": Cut(2 if self.form.narrow else 0, (own.heads,)),
+            "A_log": Cut(2 if self.config.narrow_decay else 0, (own.heads,)),
             "o_proj.weight": columns(channels),
         }
 
@@ -66,15 +55,15 @@ class KimiDeltaAttention(DeltaRule):
         decay, beta = raw.float().split([c.decay_size, c.num_heads], dim=-1)
         rate = self.A_log.float().exp().view(-1, 1)
         decay = (decay + self.dt_bias.float()).unflatten(-1, (c.num_heads, -1))
-        if self.form.bound:
-            g = self.form.bound * torch.sigmoid(rate * decay)
+        if c.lowest_decay:
+            g = c.lowest_decay * torch.sigmoid(rate * decay)
         else:
             g = -rate * F.softplus(decay)
         return torch.cat([g.flatten(-2), beta.sigmoid()], dim=-1)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         channels = [part(hidden) for part in (self.q_proj, self.k_proj, self.v_proj)]
-        if self.form.narrow:
+        if self.config.narrow_decay:
             decay, gate = self.f_b_proj(self.f_a_proj(hidden)), self.g_b_proj(self.g_a_proj(hidden))
         else:
             decay, gate = self.f_proj(hidden), self.g_proj(hidden)

@@ -25,7 +25,7 @@ class LatentAttention(Layer):
     ``index`` is the layer's index among the attention layers.
     """
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, index: int) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, index: int, _: float) -> None:
         super().__init__()
         assert config.latent is not None
         self.config, self.latent, self.index = config, config.latent, index

@@ -41,7 +41,7 @@ class Mamba2Mixer(Recurrent):
 
     config: Mamba2Config
 
-    def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int) -> None:
+    def __init__(self, config: Mamba2Config, hidden_size: int, index: int, norm_eps: float) -> None:
         super().__init__()
         self.config = config
         self.index = index

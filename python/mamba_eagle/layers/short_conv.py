@@ -27,7 +27,7 @@ class ShortConv(Recurrent):
 
     config: ShortConvConfig
 
-    def __init__(self, config: ShortConvConfig, hidden_size: int, index: int) -> None:
+    def __init__(self, config: ShortConvConfig, hidden_size: int, index: int, _: float) -> None:
         super().__init__()
         self.config, self.index = config, index
         channels, bias = config.channels, config.bias

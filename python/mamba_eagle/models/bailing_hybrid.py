@@ -3,19 +3,10 @@
 import re
 from typing import Any
 
-from mamba_eagle.layers.kimi_delta import DecayForm
 from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models import kimi_linear as kimi
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.kimi_linear import (
-    KINDS,
-    OTHER_NAMES,
-    KimiLayer,
-    KimiLinearForCausalLM,
-    delta_config,
-    latent_config,
-    mlp_kinds,
-    moe_config,
-)
+from mamba_eagle.models.kimi_linear import OTHER_NAMES, KimiLinearForCausalLM
 from mamba_eagle.models.parse import blocks_of, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -29,15 +20,7 @@ NAMES = {
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class BailingLayer(KimiLayer):
-    def decay_form(self, config: ModelConfig) -> DecayForm:
-        bounded = config.raw.get("kda_safe_gate", True)
-        bound = float(config.raw.get("kda_lower_bound", -5.0)) if bounded else 0.0
-        return DecayForm(narrow=False, bound=bound)
-
-
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    layer_class = BailingLayer
     renamed = {**NAMES, **KimiLinearForCausalLM.renamed}
 
     def target(self, name: str) -> Target | None:
@@ -60,13 +43,16 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if "linear_attention" in kinds:
         head_dim = values.get("linear_head_dim") or values["head_dim"]
         conv_kernel = values.get("short_conv_kernel_size", 4)
-        recurrence = delta_config(values["num_attention_heads"], head_dim, conv_kernel)
+        bounded, heads = values.get("kda_safe_gate", True), values["num_attention_heads"]
+        bound = float(values.get("kda_lower_bound", -5.0)) if bounded else 0.0
+        recurrence = kimi.delta_config(heads, head_dim, conv_kernel, lowest_decay=bound)
     theta = rotated.get("rope_theta") or values["rope_theta"]
     rope = rope_config({"rope_theta": theta}, values["qk_rope_head_dim"])  # all of that part
     return model_config(
         values,
-        blocks_of(values, kinds, KINDS),
+        blocks_of(values, kinds, kimi.KINDS),
         recurrence=recurrence,
-        attention=latent_config(values, rope, True) if "full_attention" in kinds else None,
-        moe=moe_config(values) if "sparse" in mlp_kinds(values) else None,
+        attention=kimi.latent_config(values, rope, True) if "full_attention" in kinds else None,
+        moe=kimi.moe_config(values) if "sparse" in kimi.mlp_kinds(values) else None,
+        mlp_bias=False,
     )

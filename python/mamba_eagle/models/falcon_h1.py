@@ -29,7 +29,7 @@ class FalconH1Layer(Layer):
         size, eps = config.hidden_size, config.norm_eps
         assert isinstance(config.recurrence, Mamba2Config) and config.attention is not None
         self.input_layernorm = RMSNorm(size, eps)
-        self.mamba = Mamba2Mixer(config.recurrence, size, eps, index)
+        self.mamba = Mamba2Mixer(config.recurrence, size, index, eps)
         self.self_attn = make_attention(config.attention, size, index, eps)
         self.pre_ff_layernorm = RMSNorm(size, eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)

@@ -4,9 +4,8 @@ experts from the second layer on (arXiv 2510.26692)."""
 from typing import Any, ClassVar
 
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
-from mamba_eagle.layers.kimi_delta import DecayForm, KimiDeltaAttention
+from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
 from mamba_eagle.layers.latent_attention import LatentAttention
-from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
 from mamba_eagle.model_config import (
     AttentionConfig,
@@ -40,28 +39,14 @@ KINDS = {"full_attention": "attention", "linear_attention": "recurrent"}
 
 class KimiLayer(PreNormLayer):
     names = LayerNames(recurrent="self_attn")
+    attention, recurrent, experts = LatentAttention, KimiDeltaAttention, SigmoidMoE
 
-    def new_attention(self, config: ModelConfig, index: int) -> LatentAttention:
-        assert config.attention is not None
-        return LatentAttention(config.attention, config.hidden_size, index)
-
-    def new_recurrent(self, config: ModelConfig, index: int) -> KimiDeltaAttention:
-        assert isinstance(config.recurrence, DeltaConfig)
-        given = (config.recurrence, config.hidden_size, index, config.norm_eps)
-        return KimiDeltaAttention(*given, self.decay_form(config))
-
-    def new_mlp(self, config: ModelConfig, layer: int) -> SigmoidMoE | GatedMLP:
-        if mlp_kinds(config.raw)[layer] != "sparse":
-            return GatedMLP(config.hidden_size, config.intermediate_size)
-        assert config.moe is not None
-        return SigmoidMoE(config.moe, config.hidden_size)
-
-    def decay_form(self, config: ModelConfig) -> DecayForm:
-        return DecayForm(narrow=True, bound=0.0)
+    def is_sparse(self, config: ModelConfig, layer: int) -> bool:
+        return mlp_kinds(config.raw)[layer] == "sparse"
 
 
 class KimiLinearForCausalLM(CausalLM):
-    layer_class: ClassVar[type[KimiLayer]] = KimiLayer
+    layer_class = KimiLayer
     renamed: ClassVar[dict[str, str]] = NAMES
     place = staticmethod(gated_expert_place)
     late_sums = True
@@ -75,8 +60,9 @@ def mlp_kinds(values: dict[str, Any]) -> list[str]:
     return ["dense" if layer < dense else "sparse" for layer in range(count)]
 
 
-def delta_config(heads: int, head_dim: int, conv_kernel: int) -> DeltaConfig:
-    return DeltaConfig(heads, head_dim, head_dim, heads, conv_kernel, channel_decay=True)
+def delta_config(heads: int, head_dim: int, conv_kernel: int, **others: Any) -> DeltaConfig:
+    sizes = (heads, head_dim, head_dim, heads, conv_kernel)
+    return DeltaConfig(*sizes, channel_decay=True, **others)
 
 
 def latent_config(
@@ -124,11 +110,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         names = ("num_heads", "head_dim", "short_conv_kernel_size")
         if linear is values:
             names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-        recurrence = delta_config(*(linear[name] for name in names))
+        recurrence = delta_config(*(linear[name] for name in names), narrow_decay=True)
     return model_config(
         values,
         blocks_of(values, kinds, KINDS),
         recurrence=recurrence,
         attention=latent_config(values, None) if "full_attention" in kinds else None,
         moe=moe_config(values) if "sparse" in mlp_kinds(values) else None,
+        mlp_bias=False,
     )

@@ -3,7 +3,6 @@
 from typing import Any
 
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
-from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import SigmoidMoE
 from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
@@ -25,15 +24,10 @@ KINDS = {"full_attention": "attention", "conv": "recurrent"}
 
 class Lfm2Layer(PreNormLayer):
     names = LayerNames("operator_norm", "ffn_norm", "feed_forward", recurrent="conv")
+    recurrent, experts = ShortConv, SigmoidMoE
 
-    def new_recurrent(self, config: ModelConfig, index: int) -> ShortConv:
-        assert isinstance(config.recurrence, ShortConvConfig)
-        return ShortConv(config.recurrence, config.hidden_size, index)
-
-    def new_mlp(self, config: ModelConfig, layer: int) -> SigmoidMoE | GatedMLP:
-        if config.moe is not None and layer >= config.raw.get("num_dense_layers", 2):
-            return SigmoidMoE(config.moe, config.hidden_size)
-        return GatedMLP(config.hidden_size, config.intermediate_size)
+    def is_sparse(self, config: ModelConfig, layer: int) -> bool:
+        return layer >= config.raw.get("num_dense_layers", 2)
 
 
 class Lfm2ForCausalLM(CausalLM):
@@ -81,5 +75,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         attention=attention_config(rotating, rotated=1.0, bias=False, head_norm=True),
         moe=moe,
         intermediate_size=mlp_width(values),
+        mlp_bias=False,
         tie_word_embeddings=values.get("tie_embedding", values.get("tie_word_embeddings", True)),
     )

@@ -32,7 +32,7 @@ GATED_NORM_EPS = 1e-5  # whatever config.json says
 
 
 class OlmoDeltaNet(GatedDeltaNet):
-    def __init__(self, config: DeltaConfig, hidden_size: int, index: int) -> None:
+    def __init__(self, config: DeltaConfig, hidden_size: int, index: int, _: float) -> None:
         super().__init__(config, index)
         c = config
         self.q_proj = Linear(hidden_size, c.key_size)
@@ -75,13 +75,7 @@ class OlmoDeltaNet(GatedDeltaNet):
 
 class OlmoDeltaLayer(PreNormLayer):
     names = LayerNames(recurrent="linear_attn")
-
-    def new_recurrent(self, config: ModelConfig, index: int) -> OlmoDeltaNet:
-        assert isinstance(config.recurrence, DeltaConfig)
-        return OlmoDeltaNet(config.recurrence, config.hidden_size, index)
-
-    def new_mlp(self, config: ModelConfig, layer: int) -> GatedMLP:
-        return GatedMLP(config.hidden_size, config.intermediate_size)
+    recurrent = OlmoDeltaNet
 
     def residuals(self) -> tuple[Residual, ...]:
         return self.steps()
@@ -148,4 +142,5 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             max_beta=2.0 if values.get("linear_allow_neg_eigval", True) else 1.0,
         ),
         attention=replace(attention, whole_norms=norms),
+        mlp_bias=False,
     )

@@ -39,7 +39,7 @@ class Qwen35DeltaNet(QwenDeltaNet):
 
 
 class Qwen35Layer(QwenLayer):
-    mixer_class = Qwen35DeltaNet
+    recurrent = Qwen35DeltaNet
 
 
 class Qwen35ForCausalLM(Qwen3NextForCausalLM):

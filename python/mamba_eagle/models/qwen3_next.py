@@ -13,7 +13,6 @@ from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.moe import GatedSharedMoE
 from mamba_eagle.layers.norm import keep_exact
 from mamba_eagle.layers.rotary import GatedAttention
@@ -30,7 +29,7 @@ CENTRED = re.compile(r".*(?<!linear_attn\.)norm\w*\.weight")  # norms stored as 
 class QwenDeltaNet(GatedDeltaNet):
     """What Qwen3-Next and its successors have in common: all but the projections."""
 
-    def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float, index: int) -> None:
+    def __init__(self, config: DeltaConfig, hidden_size: int, index: int, norm_eps: float) -> None:
         super().__init__(config, index)
         self.make_projections(hidden_size)
         self.norm = HeadNormThenGate(config.head_dim, norm_eps)
@@ -104,28 +103,15 @@ class JoinedDeltaNet(QwenDeltaNet):
 
 class QwenLayer(PreNormLayer):
     names = LayerNames(recurrent="linear_attn")
-    mixer_class: type[QwenDeltaNet] = JoinedDeltaNet
+    attention, experts = GatedAttention, GatedSharedMoE
+    recurrent: ClassVar[type[QwenDeltaNet]] = JoinedDeltaNet
 
-    def new_attention(self, config: ModelConfig, index: int) -> GatedAttention:
-        assert config.attention is not None
-        return GatedAttention(config.attention, config.hidden_size, index, config.norm_eps)
-
-    def new_recurrent(self, config: ModelConfig, index: int) -> QwenDeltaNet:
-        assert isinstance(config.recurrence, DeltaConfig)
-        return self.mixer_class(config.recurrence, config.hidden_size, config.norm_eps, index)
-
-    def new_mlp(self, config: ModelConfig, layer: int) -> GatedSharedMoE | GatedMLP:
-        if config.moe is not None and has_experts(config, layer):
-            return GatedSharedMoE(config.moe, config.hidden_size)
-        return GatedMLP(config.hidden_size, config.intermediate_size)
+    def is_sparse(self, config: ModelConfig, layer: int) -> bool:
+        step = config.raw.get("decoder_sparse_step", 1)
+        return layer not in config.raw.get("mlp_only_layers", ()) and (layer + 1) % step == 0
 
     def residuals(self) -> tuple[Residual, ...]:
         return self.steps()
-
-
-def has_experts(config: ModelConfig, layer: int) -> bool:
-    step = config.raw.get("decoder_sparse_step", 1)
-    return layer not in config.raw.get("mlp_only_layers", ()) and (layer + 1) % step == 0
 
 
 def qwen_place(name: str) -> Target | None:
@@ -181,4 +167,5 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         ),
         attention=attention_config(known, rotated=0.25, head_norm=True),
         moe=moe,
+        mlp_bias=False,
     )

@@ -170,7 +170,7 @@ class MambaLayer(Layer):
         super().__init__()
         assert isinstance(config.recurrence, Mamba2Config)
         index = config.places_before(layer, "recurrent")
-        self.mamba = Mamba2Mixer(config.recurrence, config.hidden_size, MIXER_EPS, index)
+        self.mamba = Mamba2Mixer(config.recurrence, config.hidden_size, index, MIXER_EPS)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.total = Total()
 
