@@ -9,21 +9,12 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 import msgspec
 
-from mamba_eagle.limits import (
-    GREEDY_BELOW,
-    MAX_INTEGER,
-    MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SHOWN,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-)
+from mamba_eagle import limits
 
 # ── values in messages ───────────────────────────────────────────────────────────────────────
 
 
-def shown(value: Any, most: int = MAX_SHOWN) -> str:
+def shown(value: Any, most: int = limits.MAX_SHOWN) -> str:
     """A value for an error message or a log line: JSON on one line, at most this many characters.
 
     The work does not grow with the value, and no control character passes unescaped.
@@ -113,23 +104,25 @@ class Parameter(NamedTuple):
 
 TEMPERATURE = Parameter(
     "0: always the best token",
-    GREEDY_BELOW,
-    MAX_TEMPERATURE,
+    limits.GREEDY_BELOW,
+    limits.MAX_TEMPERATURE,
     other=0,
-    must=f"must be 0 (greedy), or between {GREEDY_BELOW} and {MAX_TEMPERATURE:.0f}",
+    must=f"must be 0 (greedy), or between {limits.GREEDY_BELOW} and {limits.MAX_TEMPERATURE:.0f}",
 )
 TOP_K = Parameter(
     "sample from the k most likely tokens; -1 or 0: all",
     -1,
     must="must be 1 or more, or -1 or 0 for the whole vocabulary",
 )
-FREQUENCY = Parameter("by the token's count in the output", -MAX_PENALTY, MAX_PENALTY)
-PRESENCE = Parameter("for tokens that the output has", -MAX_PENALTY, MAX_PENALTY)
+FREQUENCY = Parameter("by the token's count in the output", -limits.MAX_PENALTY, limits.MAX_PENALTY)
+PRESENCE = Parameter("for tokens that the output has", -limits.MAX_PENALTY, limits.MAX_PENALTY)
 REPETITION = Parameter(
-    "divides logits of tokens that came before", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    "divides logits of tokens that came before",
+    limits.MIN_REPETITION_PENALTY,
+    limits.MAX_REPETITION_PENALTY,
 )
 SEED = Parameter(
-    "makes the output repeatable", 0, MAX_INTEGER, must="must be between 0 and 2**63 - 1"
+    "makes the output repeatable", 0, limits.MAX_INTEGER, must="must be between 0 and 2**63 - 1"
 )
 
 
@@ -204,8 +197,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not all(0 <= token <= last for token in bias):
             yield Problem("logit_bias", bias, f"each token id must be between 0 and {last}")
         # NaN does not fit
-        if not all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values()):
-            remedy = f"each bias must be between -{MAX_LOGIT_BIAS:.0f} and {MAX_LOGIT_BIAS:.0f}"
+        most = limits.MAX_LOGIT_BIAS
+        if not all(abs(value) <= most for value in bias.values()):
+            remedy = f"each bias must be between -{most:.0f} and {most:.0f}"
             yield Problem("logit_bias", bias, remedy)
         if not all(self.stop):
             yield Problem("stop", self.stop, "stop strings must not be empty")

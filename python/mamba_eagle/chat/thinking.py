@@ -8,15 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mamba_eagle.chat.family import Tags
-from mamba_eagle.constrain.grammar import (
-    SPACES,
-    Grammar,
-    Special,
-    lark_grammar,
-    literal,
-    quoted,
-    text_pattern,
-)
+from mamba_eagle.constrain import grammar
 
 
 class Budget(NamedTuple):
@@ -42,13 +34,13 @@ def token_set(tokens: Iterable[int]) -> str:
 
 
 def thinking_first(
-    body: Grammar | None,
+    body: grammar.Grammar | None,
     tags: Tags,
     state: str,
-    special: Special = None,
+    special: grammar.Special = None,
     avoid: str = "",
     budget: Budget | None = None,
-) -> Grammar | None:
+) -> grammar.Grammar | None:
     """Reasoning, then ``body``; None: then anything, and without a budget no grammar is needed.
 
     state: see ``format.reasoning_is``. avoid: what reasoning must not contain, since it would be
@@ -56,7 +48,7 @@ def thinking_first(
     """
     if state == "over" or (body is None and budget is None):
         return body
-    begin = literal(tags.open, special) if state == "possible" else ""
+    begin = grammar.literal(tags.open, special) if state == "possible" else ""
     if budget is not None:
         thought, rules = _counted(tags, budget)
     else:
@@ -64,22 +56,22 @@ def thinking_first(
     if body is None:
         assert budget is not None
         rest = f"({budget.others} | <[{budget.end}]>)*"
-        return lark_grammar(f"start: {begin} {thought} {rest}\n{rules}")
+        return grammar.lark_grammar(f"start: {begin} {thought} {rest}\n{rules}")
     first = f"{begin} {thought} SPACES @{body.name}"
     # A model that opens its reasoning itself may do without, unless a budget was asked for.
     start = f"{first} | @{body.name}" if begin and budget is None else first
-    return lark_grammar(f"start: {start}\n{rules}SPACES: {SPACES}\n", body)
+    return grammar.lark_grammar(f"start: {start}\n{rules}SPACES: {grammar.SPACES}\n", body)
 
 
-def _free(tags: Tags, special: Special, avoid: str) -> tuple[str, str]:
+def _free(tags: Tags, special: grammar.Special, avoid: str) -> tuple[str, str]:
     """Lark: a thought with its end, and the rules that it needs."""
     names = special or {}
     but = ""
     if avoid and avoid not in names:
-        but = f" & ~/(?s:.*){text_pattern(avoid)}(?s:.*)/"
+        but = f" & ~/(?s:.*){grammar.text_pattern(avoid)}(?s:.*)/"
     if tags.close in names:
         return f"THOUGHT <[{names[tags.close]}]>", f"THOUGHT: /(?s:.*)/{but}\n"
-    return "thought", f"thought[lazy]: /(?s:.*){text_pattern(tags.close)}/{but}\n"
+    return "thought", f"thought[lazy]: /(?s:.*){grammar.text_pattern(tags.close)}/{but}\n"
 
 
 def _counted(tags: Tags, budget: Budget) -> tuple[str, str]:
@@ -91,7 +83,7 @@ def _counted(tags: Tags, budget: Budget) -> tuple[str, str]:
     """
     n, others, end = budget.tokens, budget.others, f"<[{budget.end}]>"
     if n == 0:
-        return end if budget.end_is_special else quoted(tags.close), ""
+        return end if budget.end_is_special else grammar.quoted(tags.close), ""
     if budget.end_is_special:
         return f"{others}{{0,{n}}} {end}", ""
-    return f"({others}{{0,{n}}} {end} | {others}{{{n}}} {quoted(tags.close)})", ""
+    return f"({others}{{0,{n}}} {end} | {others}{{{n}}} {grammar.quoted(tags.close)})", ""

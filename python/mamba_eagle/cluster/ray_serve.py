@@ -32,17 +32,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from mamba_eagle.cluster import replica
 from mamba_eagle.cluster.prompts import prompt_of
-from mamba_eagle.cluster.replica import (
-    CHARSET,
-    EventSource,
-    Forwarded,
-    Head,
-    ServerChild,
-    end_to_end,
-    forward,
-    free_port,
-)
 from mamba_eagle.cluster.scores import IMBALANCE
 from mamba_eagle.config import from_arguments
 
@@ -87,15 +78,17 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, flags: Sequence[str], with_events: bool
     ) -> None:
-        self.published: EventSource | None = None
+        self.published: replica.EventSource | None = None
         if not with_events:
-            self.server = ServerChild(flags)
+            self.server = replica.ServerChild(flags)
         else:
             node = ray.util.get_node_ip_address()
-            endpoint, replay_endpoint = (f"tcp://{node}:{free_port()}" for _ in range(2))
+            endpoint, replay_endpoint = (f"tcp://{node}:{replica.free_port()}" for _ in range(2))
             config = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
-            self.server = ServerChild([*flags, "--kv-events-config", json.dumps(config)], node)
-            self.published = EventSource(endpoint, replay_endpoint, self.server.url)
+            self.server = replica.ServerChild(
+                [*flags, "--kv-events-config", json.dumps(config)], node
+            )
+            self.published = replica.EventSource(endpoint, replay_endpoint, self.server.url)
         await self.server.wait_until_ready(READY_SECONDS)
 
     async def check_health(self) -> None:
@@ -105,8 +98,8 @@ class Replica:
         """Ray hands it to the router."""
         return self.published._asdict() if self.published is not None else {}
 
-    async def forward(self, request: Forwarded) -> AsyncIterator[Head | bytes]:
-        async for part in forward(self.server.client, request):
+    async def forward(self, request: replica.Forwarded) -> AsyncIterator[replica.Head | bytes]:
+        async for part in replica.forward(self.server.client, request):
             yield part
 
     def __del__(self) -> None:  # Ray's way to say that the replica is to end
@@ -123,8 +116,8 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
         query = f"?{request.url.query}" if request.url.query else ""
-        headers = end_to_end(request.headers.items())
-        forwarded = Forwarded(
+        headers = replica.end_to_end(request.headers.items())
+        forwarded = replica.Forwarded(
             prompt_of(body) or request.url.path,  # the router cannot compare nothing
             request.method,
             request.url.path + query,
@@ -142,7 +135,9 @@ class Ingress:
             return _lost()
         reply = StreamingResponse(_body(parts), head.status)
         kept = ((name, value) for name, value in head.headers if name not in OF_PROXY)
-        reply.raw_headers = [(name.encode(CHARSET), value.encode(CHARSET)) for name, value in kept]
+        reply.raw_headers = [
+            (name.encode(replica.CHARSET), value.encode(replica.CHARSET)) for name, value in kept
+        ]
         return reply
 
 

@@ -10,14 +10,7 @@ from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
 from mamba_eagle.backend.prefill import positions_of, prefill_parts
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.drafting.base import (
-    Drafter,
-    DraftParts,
-    FolderSource,
-    KeyedNoise,
-    StepPart,
-    draft_kv,
-)
+from mamba_eagle.drafting import base
 from mamba_eagle.drafting.block_trees import Block, BlockTrees, MarginalTrees
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.drafting.waiting import QueueingDrafter, max_without_rows
@@ -45,14 +38,14 @@ class BlockDrafter(QueueingDrafter):
                                                         block
     """
 
-    def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
+    def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: base.DraftParts) -> None:
         config, backend = parts.config, parts.backend
         self.model, self.trees = model, trees
         self.embedding = parts.target.parts.embedding
         self.first_tap = parts.target.config.hidden_size
         requests = parts.table.processed.shape[0]
         rows = model.block.num_rows(config.tree_shape.depth)
-        kv = draft_kv(model.config, parts, requests * rows)
+        kv = base.draft_kv(model.config, parts, requests * rows)
         taps = len(model.block.taps) * model.block.target_hidden_size
         super().__init__(parts, kv, max_without_rows(config), taps)
         spare = torch.arange(requests * rows, device=backend.device)
@@ -90,7 +83,7 @@ class BlockDrafter(QueueingDrafter):
 
     # ── drafting ──
 
-    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+    def propose(self, slots: Tensor, part: base.StepPart, noise: base.KeyedNoise | None) -> Tree:
         table, shape, block = self.table, part.shape, self.model.block
         # entries of a request that has ended stay pending until it is released
         self.run_pending(slots, None, part.longest)
@@ -116,7 +109,7 @@ class BlockDrafter(QueueingDrafter):
         return self.kv.num_bytes + weight_bytes(self.model)
 
 
-class DFlashSource(FolderSource):
+class DFlashSource(base.FolderSource):
     must_equal = ("vocab_size",)
     trees: type[BlockTrees] = MarginalTrees
 
@@ -160,7 +153,7 @@ class DFlashSource(FolderSource):
             names = {published_name(name) for name in stored_tensors(Path(self.path))}
         return BlockDraftModel(config or self.own, names)
 
-    def make(self, parts: DraftParts) -> Drafter:
+    def make(self, parts: base.DraftParts) -> base.Drafter:
         model: BlockDraftModel = self.load(parts)
         model.check_tokens(self.path)
         vocabulary = DraftVocabulary(parts.backend, self.columns(parts), model.target_ids())

@@ -11,15 +11,8 @@ from mamba_eagle.drafting.network import HeadNetwork
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models import eagle3
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.eagle3 import (
-    OWN_WEIGHTS,
-    Eagle3Head,
-    draft_vocab_size,
-    published_name,
-    tap_layers,
-    target_hidden_size,
-)
 from mamba_eagle.models.loader import stored_tensors
 from mamba_eagle.models.registry import read_as
 
@@ -27,9 +20,9 @@ from mamba_eagle.models.registry import read_as
 class EagleThreeNetwork(HeadNetwork):
     """An entry's feature is computed from the tapped hidden states."""
 
-    head: Eagle3Head
+    head: eagle3.Eagle3Head
 
-    def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
+    def __init__(self, head: eagle3.Eagle3Head, target: CausalLM) -> None:
         super().__init__(head, target)
         self.first_tap = target.config.hidden_size
         if head.embed_tokens is not None:
@@ -58,14 +51,14 @@ class EagleThreeSource(FolderSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         super().__init__(config, target)
-        self.tap_layers = tap_layers(self.own, len(target.blocks))
+        self.tap_layers = eagle3.tap_layers(self.own, len(target.blocks))
 
     def read(self) -> ModelConfig:
         return read_as("eagle3", self.path)
 
     @property
     def made_for(self) -> int:
-        return target_hidden_size(self.own)
+        return eagle3.target_hidden_size(self.own)
 
     def problems(self) -> list[str]:
         wrong = super().problems()
@@ -80,13 +73,15 @@ class EagleThreeSource(FolderSource):
 
     @property
     def vocabulary(self) -> int:
-        return draft_vocab_size(self.own)
+        return eagle3.draft_vocab_size(self.own)
 
-    def module(self, config: ModelConfig | None = None) -> Eagle3Head:
-        names = map(published_name, stored_tensors(Path(self.path))) if self.has_files else ()
-        return Eagle3Head(config or self.own, {*names} or OWN_WEIGHTS)
+    def module(self, config: ModelConfig | None = None) -> eagle3.Eagle3Head:
+        names = (
+            map(eagle3.published_name, stored_tensors(Path(self.path))) if self.has_files else ()
+        )
+        return eagle3.Eagle3Head(config or self.own, {*names} or eagle3.OWN_WEIGHTS)
 
     def make(self, parts: DraftParts) -> Drafter:
-        head: Eagle3Head = self.load(parts)
+        head: eagle3.Eagle3Head = self.load(parts)
         head.check_tokens(self.path)
         return ModelDrafter(EagleThreeNetwork(head, parts.target), self.columns(parts), parts)

@@ -18,15 +18,8 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
 from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.kernels.rotary.torch import rotate
+from mamba_eagle.layers import products
 from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions, StackedAddition
-from mamba_eagle.layers.products import (
-    ExpertLayer,
-    Float8Experts,
-    Float8Reference,
-    GroupedProduct,
-    MatrixProduct,
-    WidenedProduct,
-)
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -189,23 +182,23 @@ class LayerOps:
         dequantized as it is loaded."""
         return False
 
-    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> products.MatrixProduct:
         """The product with a matrix of few bits, which must not change afterwards. dtype: of what
         it returns."""
         if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
-            return Float8Reference(matrix, dtype, self.pack_linear)
-        return WidenedProduct(matrix, dtype)
+            return products.Float8Reference(matrix, dtype, self.pack_linear)
+        return products.WidenedProduct(matrix, dtype)
 
-    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> GroupedProduct | None:
+    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> products.GroupedProduct | None:
         """The same for a stack of experts, of 16 and 32 bits, too; None: there is none, so those of
         few are dequantized."""
         if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
-            return Float8Experts(matrix, dtype, self.grouped_linear)
+            return products.Float8Experts(matrix, dtype, self.grouped_linear)
         return None
 
     def fuse_experts(
         self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype
-    ) -> ExpertLayer | None:
+    ) -> products.ExpertLayer | None:
         """Both products of a mixture's experts, what is between them and the weighted sum; None:
         there are no kernels for these weights. act: relu_squared or silu_gate."""
         return None

@@ -11,17 +11,9 @@ whose last request it releases.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from mamba_eagle import message
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_ADAPTERS
-from mamba_eagle.message import (
-    AdapterCopy,
-    AdapterRead,
-    Done,
-    DropAdapter,
-    LoadAdapter,
-    ReadAdapter,
-    UnloadAdapter,
-)
 
 NOT_SERVED = "this server loads no adapters: start it with --max-loras N"
 
@@ -40,7 +32,7 @@ class Adapter:
 class Reading:
     """One that ranks read."""
 
-    asked: LoadAdapter
+    asked: message.LoadAdapter
     answers: list[str] = field(default_factory=list)  # problems, one for each rank so far
 
 
@@ -53,11 +45,11 @@ class Adapters:
         self._reading: dict[int, Reading] = {}  # by number
         self._num_loaded = 0
         self._in_slot: OrderedDict[int, Adapter] = OrderedDict()  # the one used last comes last
-        self._unsent: list[ReadAdapter | DropAdapter] = []
+        self._unsent: list[message.ReadAdapter | message.DropAdapter] = []
 
     # ── loading ──
 
-    def load(self, asked: LoadAdapter) -> Done | None:
+    def load(self, asked: message.LoadAdapter) -> message.Done | None:
         """None: the answer comes from ``read``."""
         problem = ""
         if not self.num_slots:
@@ -67,13 +59,13 @@ class Adapters:
         elif asked.name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
             problem = f"{MAX_ADAPTERS} adapters are loaded: unload one first"
         if problem:
-            return Done(call_id=asked.call_id, problem=problem)
+            return message.Done(call_id=asked.call_id, problem=problem)
         self._num_loaded += 1
         self._reading[self._num_loaded] = Reading(asked)
-        self._unsent.append(ReadAdapter(number=self._num_loaded, path=asked.path))
+        self._unsent.append(message.ReadAdapter(number=self._num_loaded, path=asked.path))
         return None
 
-    def read(self, answer: AdapterRead) -> Done | None:
+    def read(self, answer: message.AdapterRead) -> message.Done | None:
         """The answer to a client, once all ranks have read it."""
         reading = self._reading[answer.number]
         reading.answers.append(answer.problem)
@@ -82,25 +74,25 @@ class Adapters:
         del self._reading[answer.number]
         problem = next(filter(None, reading.answers), "")
         if problem:
-            self._unsent.append(DropAdapter(number=answer.number))
+            self._unsent.append(message.DropAdapter(number=answer.number))
         else:
             name = reading.asked.name
             self._forget(self._by_name.pop(name, None))
             self._by_name[name] = Adapter(answer.number, name)
-        return Done(call_id=reading.asked.call_id, problem=problem)
+        return message.Done(call_id=reading.asked.call_id, problem=problem)
 
-    def unload(self, asked: UnloadAdapter) -> Done:
+    def unload(self, asked: message.UnloadAdapter) -> message.Done:
         adapter = self._by_name.pop(asked.name, None)
         self._forget(adapter)
         problem = "" if adapter else f"no adapter {shown(asked.name)} is loaded"
-        return Done(call_id=asked.call_id, problem=problem)
+        return message.Done(call_id=asked.call_id, problem=problem)
 
     def _forget(self, adapter: Adapter | None) -> None:
         """It has no name any more; its requests go on."""
         if adapter is not None and not adapter.live:
-            self._unsent.append(DropAdapter(number=adapter.number))
+            self._unsent.append(message.DropAdapter(number=adapter.number))
 
-    def take_unsent(self) -> list[ReadAdapter | DropAdapter]:
+    def take_unsent(self) -> list[message.ReadAdapter | message.DropAdapter]:
         """What the runner has to read and to forget, once."""
         unsent, self._unsent = self._unsent, []
         return unsent
@@ -129,7 +121,7 @@ class Adapters:
             each is adapter or not each.holding for each in held
         )
 
-    def enter(self, adapter: Adapter | None) -> list[AdapterCopy]:
+    def enter(self, adapter: Adapter | None) -> list[message.AdapterCopy]:
         """A request of it is admitted, for which there is room: what has to be copied."""
         if adapter is None:
             return []
@@ -140,7 +132,7 @@ class Adapters:
             if slot == self.num_slots:
                 slot = next(slot for slot, each in self._in_slot.items() if not each.holding)
             self._in_slot[slot] = adapter
-            copies = [AdapterCopy(slot, adapter.number)]
+            copies = [message.AdapterCopy(slot, adapter.number)]
         self._in_slot.move_to_end(slot)
         return copies
 
@@ -160,7 +152,7 @@ class Adapters:
     @property
     def are_read(self) -> bool:
         """Whether the runner is reading none."""
-        unsent = sum(isinstance(each, ReadAdapter) for each in self._unsent)
+        unsent = sum(isinstance(each, message.ReadAdapter) for each in self._unsent)
         return len(self._reading) == unsent
 
     def check_integrity(self, holding: int) -> None:

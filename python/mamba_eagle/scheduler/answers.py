@@ -3,31 +3,7 @@ prefixes for other servers, pauses, other weights."""
 
 from collections.abc import Callable
 
-from mamba_eagle.message import (
-    AdapterRead,
-    Asked,
-    AskRanks,
-    ChangeModel,
-    CloseSession,
-    Continue,
-    Done,
-    ExportPrefix,
-    FlushCache,
-    GetState,
-    ImportPrefix,
-    LoadAdapter,
-    OpenSession,
-    Pause,
-    PrefixMoved,
-    Profile,
-    ProfileReply,
-    RankReply,
-    StateReply,
-    SumWeights,
-    ToRunner,
-    ToServer,
-    UnloadAdapter,
-)
+from mamba_eagle import message
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 RELEASED = "the model's memory is released: resume it first"
@@ -39,8 +15,8 @@ class Answers:
     def __init__(
         self,
         scheduler: Scheduler,
-        reply: Callable[[ToServer], None],
-        order: Callable[[ToRunner], None],
+        reply: Callable[[message.ToServer], None],
+        order: Callable[[message.ToRunner], None],
         publish: Callable[[], None],
     ) -> None:
         """reply: to the server process. order: to the runner. publish: called when much of the
@@ -55,44 +31,50 @@ class Answers:
         """Whether the runner knows of a change of the model, and has not answered."""
         return self.scheduler.pauses.change is not None and self._told_runner
 
-    def take(self, asked: Asked) -> None:
+    def take(self, asked: message.Asked) -> None:
         scheduler, number = self.scheduler, asked.call_id
         match asked:
-            case FlushCache():
+            case message.FlushCache():
                 self._flushes.append(number)
                 self._answer_flushes()
-            case GetState():
+            case message.GetState():
                 self._reply(self._state(asked))
-            case ExportPrefix() | ImportPrefix():
+            case message.ExportPrefix() | message.ImportPrefix():
                 self._move(asked)
-            case OpenSession():
+            case message.OpenSession():
                 problem = scheduler.sessions.open(asked.name, asked.seconds)
-                self._reply(Done(call_id=number, problem=problem))
-            case CloseSession():
-                self._reply(Done(call_id=number, problem=scheduler.sessions.close(asked.name)))
-            case LoadAdapter() | AskRanks(task=SumWeights()) if scheduler.pauses.without_memory:
-                self._reply(Done(call_id=number, problem=RELEASED))
-            case Profile() | AskRanks():
+                self._reply(message.Done(call_id=number, problem=problem))
+            case message.CloseSession():
+                self._reply(
+                    message.Done(call_id=number, problem=scheduler.sessions.close(asked.name))
+                )
+            case message.LoadAdapter() | message.AskRanks(task=message.SumWeights()) if (
+                scheduler.pauses.without_memory
+            ):
+                self._reply(message.Done(call_id=number, problem=RELEASED))
+            case message.Profile() | message.AskRanks():
                 self._order(asked)
-            case LoadAdapter():
+            case message.LoadAdapter():
                 self._tell(scheduler.adapters.load(asked))
-            case UnloadAdapter():
+            case message.UnloadAdapter():
                 self._tell(scheduler.adapters.unload(asked))
-            case Pause():
+            case message.Pause():
                 self._pauses.append(number)
                 scheduler.pause(asked.mode)
-            case Continue():
+            case message.Continue():
                 scheduler.resume()
                 self._answer_pauses()
-                self._reply(Done(call_id=number))
-            case ChangeModel():
+                self._reply(message.Done(call_id=number))
+            case message.ChangeModel():
                 self._begin_change(asked)
 
-    def take_from_runner(self, answer: ProfileReply | RankReply | Done | AdapterRead) -> None:
-        if isinstance(answer, AdapterRead):
+    def take_from_runner(
+        self, answer: message.ProfileReply | message.RankReply | message.Done | message.AdapterRead
+    ) -> None:
+        if isinstance(answer, message.AdapterRead):
             self._tell(self.scheduler.adapters.read(answer))
             return
-        if isinstance(answer, Done):
+        if isinstance(answer, message.Done):
             self.scheduler.pauses.changed(worked=not answer.problem)
         self._reply(answer)
 
@@ -105,13 +87,13 @@ class Answers:
             for reply in exchange.take_replies():
                 self._reply(reply)
 
-    def _tell(self, answer: Done | None) -> None:
+    def _tell(self, answer: message.Done | None) -> None:
         if answer is not None:
             self._reply(answer)
 
-    def _state(self, asked: GetState) -> StateReply:
+    def _state(self, asked: message.GetState) -> message.StateReply:
         scheduler = self.scheduler
-        return StateReply(
+        return message.StateReply(
             call_id=asked.call_id,
             state=scheduler.state(),
             speculation=scheduler.policy.state(),
@@ -119,21 +101,21 @@ class Answers:
             nodes=scheduler.slots.top_nodes(asked.max_nodes, asked.max_tokens),
         )
 
-    def _move(self, asked: ExportPrefix | ImportPrefix) -> None:
+    def _move(self, asked: message.ExportPrefix | message.ImportPrefix) -> None:
         exchange = self.scheduler.tiers.exchange
         if exchange is None:
             problem = "it takes a server with --host-cache-gb and a prefix cache"
-            self._reply(PrefixMoved(call_id=asked.call_id, problem=problem))
+            self._reply(message.PrefixMoved(call_id=asked.call_id, problem=problem))
         elif self.scheduler.pauses.without_memory:
-            self._reply(PrefixMoved(call_id=asked.call_id, problem=RELEASED))
-        elif isinstance(asked, ExportPrefix):
+            self._reply(message.PrefixMoved(call_id=asked.call_id, problem=RELEASED))
+        elif isinstance(asked, message.ExportPrefix):
             exchange.send(asked)
         else:
             exchange.receive(asked)
 
-    def _begin_change(self, asked: ChangeModel) -> None:
+    def _begin_change(self, asked: message.ChangeModel) -> None:
         if problem := self.scheduler.pauses.problem(asked):
-            self._reply(Done(call_id=asked.call_id, problem=problem))
+            self._reply(message.Done(call_id=asked.call_id, problem=problem))
         else:
             self._told_runner = False
             self.scheduler.begin_change(asked)
@@ -171,5 +153,5 @@ class Answers:
 
     def _answer_all(self, calls: list[int], problem: str) -> None:
         for number in calls:
-            self._reply(Done(call_id=number, problem=problem))
+            self._reply(message.Done(call_id=number, problem=problem))
         calls.clear()

@@ -3,21 +3,12 @@
 import time
 from collections import deque
 
+from mamba_eagle import message
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import Behind, Slots, Trail
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import DEFAULT_VERSION, PLAIN
-from mamba_eagle.message import (
-    AnchorMove,
-    ChangeModel,
-    DecodeBatch,
-    JournalPart,
-    PauseMode,
-    Plan,
-    Release,
-    RunnerReady,
-)
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.booking import OpenSessions, PlanBooking
 from mamba_eagle.scheduler.cohorts import Cohorts
@@ -46,7 +37,7 @@ class TrailKeeper:
     or of the state alone, where forks would otherwise run more than the interval again.
     """
 
-    def __init__(self, config: EngineConfig, slots: Slots, runner: RunnerReady) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, runner: message.RunnerReady) -> None:
         self.slots, self.rows, self.moves_anchors = slots, runner.journal_rows, runner.moves_anchors
         self.kept = min(MIN_KEPT, self.rows // 2)
         self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
@@ -65,14 +56,14 @@ class TrailKeeper:
             plan.message.end_trails.append(held.slot)
             self.slots.end_trail(held)
             return
-        rows = JournalPart(trail.journal, trail.anchor, target)
-        move = AnchorMove(rows, trail.state_slot)
+        rows = message.JournalPart(trail.journal, trail.anchor, target)
+        move = message.AnchorMove(rows, trail.state_slot)
         if self.interval and self.slots.has_spare_state:
             self._leave_behind(trail, move, request.processed)
         plan.message.moves.append(move)
         trail.anchor = target
 
-    def _leave_behind(self, trail: Trail, move: AnchorMove, known: int) -> None:
+    def _leave_behind(self, trail: Trail, move: message.AnchorMove, known: int) -> None:
         """Copies what is at the anchor before ``move``, if forks in the output may need it. known:
         position up to which the journal has rows."""
         last = trail.inside[-1] if trail.inside else Behind(trail.first, -1, -1, trail.first)
@@ -98,9 +89,9 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        self.mode: PauseMode | None = None  # None: no pause
+        self.mode: message.PauseMode | None = None  # None: no pause
         self.later: list[Request] = []  # they wait for the end of a pause
-        self.change: ChangeModel | None = None  # under way
+        self.change: message.ChangeModel | None = None  # under way
         self.released: set[str] = set()  # memory that was given back, by tag
         self.version = DEFAULT_VERSION  # of the weights
         self.last = 0.0  # time.time() of the last pause, when it was looked at last
@@ -137,7 +128,7 @@ class Pauses:
         self.mode, later, self.later = None, self.later, []
         return later
 
-    def problem(self, change: ChangeModel) -> str:
+    def problem(self, change: message.ChangeModel) -> str:
         """Why a change cannot begin; "" if it can."""
         if self.change is not None:
             return "the model is being changed already: wait for the answer to that call"
@@ -161,7 +152,7 @@ class Planner:
     """Makes plans of the requests that it is given; ``slots`` owns what they hold."""
 
     def __init__(
-        self, config: EngineConfig, runner: RunnerReady, prompts_first: bool = False
+        self, config: EngineConfig, runner: message.RunnerReady, prompts_first: bool = False
     ) -> None:
         """prompts_first: nothing decodes while a prompt can be run. Each step is then of one kind,
         which measurements need; running requests wait for all that arrive."""
@@ -193,12 +184,12 @@ class Planner:
         self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
         self._in_flight: deque[PlanDraft] = deque()
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> message.Plan | None:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.cohorts.max_in_flight:
             return None
         self.slots.cache.pins.end(time.monotonic())
-        plan = PlanDraft(Plan(step=self.stats.num_steps + 1))
+        plan = PlanDraft(message.Plan(step=self.stats.num_steps + 1))
         self._release_leaving(plan)
         if not self.pauses.stops_all:
             self.tiers.write_down()
@@ -244,7 +235,7 @@ class Planner:
                 [earlier.choice for earlier in self._in_flight if earlier.decodes],
             )
             plan.untracked = [ready[place] for place in plan.choice.untracked]
-        batch = DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
+        batch = message.DecodeBatch(shape=plan.choice.shape, slots=[], kv_slots=[])
         for request in sorted(ready, key=rank):
             tree = self.slots.reserve_kv(plan.choice.shape.nodes)
             if tree is None:
@@ -288,7 +279,7 @@ class Planner:
                     request.start_again()
                     self.prefill.add(request)
 
-    def _release(self, request: Request) -> Release:
+    def _release(self, request: Request) -> message.Release:
         held, end = request.held, request.reusable
         assert held is not None
         rest = None if end is None else as_tokens(request.tokens[held.inserted : end])
@@ -300,7 +291,7 @@ class Planner:
         keep_to = end if released.stored and end is not None and request.prefill_sent else -1
         request.held = None
         self.adapters.leave(request.adapter)
-        return Release(held.slot, keep_to if released.state_kept else -1, keep_to)
+        return message.Release(held.slot, keep_to if released.state_kept else -1, keep_to)
 
     def _retract(self, request: Request) -> None:
         """It waits again once no plan in flight names it and its slots are released."""
@@ -310,7 +301,7 @@ class Planner:
 
     # ── pauses ───────────────────────────────────────────────────────────────────────────────
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: message.PauseMode) -> None:
         """``paused`` says when it has come into force. A second pause replaces the first."""
         self.pauses.mode = mode
         if mode == "retract":
@@ -330,7 +321,7 @@ class Planner:
         rests = self.pauses.mode == "retract" or not self.prefill.waiting
         return self.holds_nothing and rests
 
-    def begin_change(self, change: ChangeModel) -> None:
+    def begin_change(self, change: message.ChangeModel) -> None:
         """Takes every slot from its request. Once ``holds_nothing`` the cache can be emptied, and
         the runner is to hear of the change."""
         self.pauses.change = change

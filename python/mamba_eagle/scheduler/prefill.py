@@ -4,20 +4,12 @@ import bisect
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from mamba_eagle import message
 from mamba_eagle.cache.node import Match
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.cache.tiers.tiers import CacheTiers
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.message import (
-    DraftStart,
-    FirstChunk,
-    JournalPart,
-    PrefillItem,
-    Returned,
-    RunnerReady,
-    StateSave,
-)
 from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
@@ -48,7 +40,7 @@ class CatchUp:
       again. Their KV is in the cache; the drafter's is copied there, so this happens once.
     """
 
-    def __init__(self, policy: ShapePolicy, slots: Slots, runner: RunnerReady) -> None:
+    def __init__(self, policy: ShapePolicy, slots: Slots, runner: message.RunnerReady) -> None:
         self.policy, self.slots, self.reads = policy, slots, runner.drafter_reads
 
     def start(self, request: Request) -> Start:
@@ -98,7 +90,7 @@ class PrefillManager:
         policy: ShapePolicy,
         slots: Slots,
         tiers: CacheTiers,
-        runner: RunnerReady,
+        runner: message.RunnerReady,
         adapters: Adapters,
     ) -> None:
         self.policy, self.slots, self.tiers, self.adapters = policy, slots, tiers, adapters
@@ -268,7 +260,7 @@ class PrefillManager:
         if end == len(request.to_prefill) and self.saves.keeps_output(request):
             self.slots.start_trail(held, end, plan.reads)
             if held.trail is not None:
-                saves.append(StateSave(end, held.trail.state_slot))
+                saves.append(message.StateSave(end, held.trail.state_slot))
         item = _chunk(request, held, start, end, saves)
         if start == held.hit.position:
             item.first = self._first(request, held)
@@ -276,15 +268,17 @@ class PrefillManager:
         plan.message.prefill.append(item)
         return end - start
 
-    def _first(self, request: Request, held: HeldSlots) -> FirstChunk:
+    def _first(self, request: Request, held: HeldSlots) -> message.FirstChunk:
         """What the first chunk alone says."""
         hit, heat = held.hit, request.sampling.temperature
         start = hit.position
         # Greedy requests sample from no distribution: theirs is the model's own.
         tempered = self.tempers_logprobs and heat > 0
-        returned = {name: getattr(request.asked, name) for name in Returned.__struct_fields__}
+        returned = {
+            name: getattr(request.asked, name) for name in message.Returned.__struct_fields__
+        }
         returned["pooling"] = request.pooling
-        first = FirstChunk(
+        first = message.FirstChunk(
             sampling=request.sampling,
             output_start=request.prompt_len,
             prefix_kv_slots=held.kv[:start],
@@ -296,10 +290,10 @@ class PrefillManager:
         if start > 0:
             first.load_from = hit.state_slot
         if hit.journal >= 0:
-            first.replay = JournalPart(hit.journal, hit.anchor, start)
+            first.replay = message.JournalPart(hit.journal, hit.anchor, start)
         if request.drafts.tracked and self.catch_up.lacks(held):
             lacking = request.tokens[hit.draft_from : start]
-            first.draft_start = DraftStart(hit.draft_from, lacking, hit.draft_state)
+            first.draft_start = message.DraftStart(hit.draft_from, lacking, hit.draft_state)
         if request.sampling.reads_history or self.drafter_needs_history:
             first.history = request.tokens[:start]
         return first
@@ -312,10 +306,10 @@ def _place(request: Request) -> tuple[int, bool, int]:
 
 
 def _chunk(
-    request: Request, held: HeldSlots, start: int, end: int, saves: list[StateSave]
-) -> PrefillItem:
+    request: Request, held: HeldSlots, start: int, end: int, saves: list[message.StateSave]
+) -> message.PrefillItem:
     """What every chunk says."""
-    item = PrefillItem(
+    item = message.PrefillItem(
         slot=held.slot,
         state_slot=held.state_slot,
         start=start,

@@ -9,29 +9,9 @@ from typing import Any
 
 import zmq
 
+from mamba_eagle import message
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.events_config import read_events_config
-from mamba_eagle.message import (
-    BEAT_SECONDS,
-    Abort,
-    AdapterRead,
-    FromRunner,
-    Generate,
-    GrammarCompiled,
-    Heartbeat,
-    LoadAdapter,
-    Outputs,
-    Ready,
-    RequestOutput,
-    RunnerReady,
-    Shutdown,
-    StepResult,
-    StopAt,
-    ToRunner,
-    ToScheduler,
-    ToServer,
-    ToWatchdog,
-)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, end_in_order, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
@@ -49,9 +29,9 @@ class SchedulerProcess:
     """Three kinds of events: requests, room for a plan, results."""
 
     def __init__(self, config: EngineConfig, context: zmq.Context[Any], socket_dir: str) -> None:
-        self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
-        self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
-        self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
+        self.requests: Receiver[message.ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
+        self.outputs: Sender[message.ToServer] = Sender(context, socket_dir, "to_server")
+        self.heartbeats: Sender[message.ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler
         self.answers: Answers
@@ -64,17 +44,17 @@ class SchedulerProcess:
         self.poller.register(self.requests.socket, zmq.POLLIN)
         # plans go to all ranks, results come from one
         ranks = range(config.num_ranks)
-        self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner", ranks)
-        self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
+        self.plans: Sender[message.ToRunner] = Sender(context, socket_dir, "to_runner", ranks)
+        self.results: Receiver[message.FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.poller.register(self.results.socket, zmq.POLLIN)
 
     def start(self) -> None:
         """Waits for all ranks of the runner and tells the server process what there is room for,
         which is the same on all of them."""
-        found: dict[int, RunnerReady] = {}
+        found: dict[int, message.RunnerReady] = {}
         while len(found) < self.config.num_ranks:
             answer = self.results.receive()
-            assert isinstance(answer, RunnerReady)
+            assert isinstance(answer, message.RunnerReady)
             found[answer.rank] = answer
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
@@ -85,19 +65,19 @@ class SchedulerProcess:
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
         self.load_first_adapters()
-        size = {name: getattr(ready, name) for name in Ready.__struct_fields__}
-        self.outputs.send(Ready(**size))
+        size = {name: getattr(ready, name) for name in message.Ready.__struct_fields__}
+        self.outputs.send(message.Ready(**size))
 
     def load_first_adapters(self) -> None:
         """Raises: ConfigError with all that cannot be served of --lora-modules."""
         adapters, wrong = self.scheduler.adapters, []
         for name, path in self.config.first_adapters.items():
-            adapters.load(LoadAdapter(call_id=0, name=name, path=path))
+            adapters.load(message.LoadAdapter(call_id=0, name=name, path=path))
             self.send_unsent()
             reply = None
             while reply is None:
                 answer = self.results.receive()
-                assert isinstance(answer, AdapterRead)
+                assert isinstance(answer, message.AdapterRead)
                 reply = adapters.read(answer)
             if reply.problem:
                 wrong.append(f"--lora-modules {name}: {reply.problem}")
@@ -122,26 +102,24 @@ class SchedulerProcess:
         """Tells the watchdog that this loop still turns, and what there is to do."""
         now = time.monotonic()
         if now >= self.next_beat:
-            self.next_beat = now + BEAT_SECONDS
+            self.next_beat = now + message.BEAT_SECONDS
             busy = self.scheduler.busy and not self.scheduler.stands_still
             steps = self.scheduler.stats.num_steps
-            self.heartbeats.send(Heartbeat(role="scheduler", busy=busy, steps=steps))
+            self.heartbeats.send(message.Heartbeat(role="scheduler", busy=busy, steps=steps))
 
     def receive_requests(self) -> None:
         outputs = self.scheduler.expire(time.time())
-        while (message := self.requests.receive(timeout_ms=0)) is not None:
+        while (asked := self.requests.receive(timeout_ms=0)) is not None:
             self.changed = True
-            match message:
-                case Generate():
-                    outputs += self.scheduler.add(message)
-                case Abort():
-                    outputs += self.scheduler.abort(message.rid)
-                case StopAt():
-                    outputs += self.scheduler.stop_at(
-                        message.rid, message.num_tokens, message.matched
-                    )
+            match asked:
+                case message.Generate():
+                    outputs += self.scheduler.add(asked)
+                case message.Abort():
+                    outputs += self.scheduler.abort(asked.rid)
+                case message.StopAt():
+                    outputs += self.scheduler.stop_at(asked.rid, asked.num_tokens, asked.matched)
                 case _:
-                    self.answers.take(message)
+                    self.answers.take(asked)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -160,17 +138,17 @@ class SchedulerProcess:
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
-        if isinstance(result, StepResult):
+        if isinstance(result, message.StepResult):
             self.send_outputs(self.scheduler.process(result))
-        elif isinstance(result, GrammarCompiled):
+        elif isinstance(result, message.GrammarCompiled):
             self.grammars.compiled(result.number)
         elif result is not None:
-            assert not isinstance(result, RunnerReady)
+            assert not isinstance(result, message.RunnerReady)
             self.answers.take_from_runner(result)
 
-    def send_outputs(self, outputs: list[RequestOutput]) -> None:
+    def send_outputs(self, outputs: list[message.RequestOutput]) -> None:
         if outputs:
-            self.outputs.send(Outputs(outputs=outputs))
+            self.outputs.send(message.Outputs(outputs=outputs))
 
     def when_idle(self) -> None:
         self.answers.answer_waiting()
@@ -190,7 +168,7 @@ class SchedulerProcess:
             self.events.close()
         self.plans.linger(GOODBYE_MS)
         with contextlib.suppress(zmq.Again):  # a rank of another machine that is gone
-            self.plans.send(Shutdown())
+            self.plans.send(message.Shutdown())
         pipes: Any = (self.requests, self.results, self.plans, self.outputs, self.heartbeats)
         for pipe in pipes:
             pipe.close()

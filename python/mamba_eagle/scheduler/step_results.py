@@ -9,16 +9,8 @@ sampled, because the logits are not finite or every token of the vocabulary is b
 import logging
 from collections.abc import Callable, Sequence
 
+from mamba_eagle import message
 from mamba_eagle.core import Failure, FinishReason, shown
-from mamba_eagle.message import (
-    DecodeResult,
-    PrefillItem,
-    PrefillResult,
-    RequestOutput,
-    StepResult,
-    StepTrace,
-    TokenLogprob,
-)
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.planner import Planner
 from mamba_eagle.scheduler.request import Request
@@ -41,7 +33,7 @@ class StepResults:
         self._vocab_size, self._shape = planner.runner.vocab_size, planner.shape
         self._slots, self._prefill = planner.slots, planner.prefill
 
-    def take(self, plan: PlanDraft, result: StepResult) -> list[RequestOutput]:
+    def take(self, plan: PlanDraft, result: message.StepResult) -> list[message.RequestOutput]:
         """What clients are to get of the plan's result. What is wrong with a single request's part
         of it fails that request only."""
         self._stats.num_compiled = result.num_compiled
@@ -75,8 +67,8 @@ class StepResults:
         return outputs
 
     def _take_prefill(
-        self, request: Request, item: PrefillItem, result: PrefillResult
-    ) -> list[RequestOutput]:
+        self, request: Request, item: message.PrefillItem, result: message.PrefillResult
+    ) -> list[message.RequestOutput]:
         """An output if the chunk was the prompt's last, or if its result cannot be."""
         request.plans_in_flight -= 1
         request.min_tokens_in_flight -= item.is_last
@@ -94,7 +86,7 @@ class StepResults:
         logprobs = [result.logprob] if result.logprob is not None else []
         return [self._accept(request, [result.token], logprobs, None, result.hidden)]
 
-    def _settle(self, request: Request, tree: Sequence[int], walk: DecodeResult) -> str:
+    def _settle(self, request: Request, tree: Sequence[int], walk: message.DecodeResult) -> str:
         """Books the nodes that a request accepted. Returns what is wrong with the result, if
         anything: then it has accepted none."""
         held = request.held
@@ -109,16 +101,16 @@ class StepResults:
         self,
         request: Request,
         tokens: list[int],
-        logprobs: list[TokenLogprob],
-        trace: StepTrace | None,
+        logprobs: list[message.TokenLogprob],
+        trace: message.StepTrace | None,
         hidden: list[bytes],
-    ) -> RequestOutput:
+    ) -> message.RequestOutput:
         request.accept(tokens)
         if request.finish is not None:
             self._forget(request)
         return request.output(tokens, logprobs, trace, hidden)
 
-    def fail(self, request: Request, problem: str, in_grammar: str) -> RequestOutput:
+    def fail(self, request: Request, problem: str, in_grammar: str) -> message.RequestOutput:
         """The runner's result cannot be: this request ends with an error of its own.
 
         in_grammar: what its grammar has to do with it, such as a limit that only shows here."""
@@ -134,7 +126,7 @@ class StepResults:
 
 
 def prefill_problem(
-    request: Request, item: PrefillItem, result: PrefillResult, vocab_size: int
+    request: Request, item: message.PrefillItem, result: message.PrefillResult, vocab_size: int
 ) -> str:
     """What is wrong with the result of one chunk of a prompt; "" if nothing."""
     end, start = item.start + len(item.token_ids), item.logprob_start
@@ -151,7 +143,7 @@ def prefill_problem(
 
 
 def decode_problem(
-    request: Request, result: DecodeResult, tree: Sequence[int], vocab_size: int
+    request: Request, result: message.DecodeResult, tree: Sequence[int], vocab_size: int
 ) -> str:
     """What is wrong with a decode step's result for one request; "" if nothing.
 

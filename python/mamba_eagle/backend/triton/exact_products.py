@@ -11,14 +11,9 @@ import logging
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.triton import products
 from mamba_eagle.backend.triton.experts import fuse_experts
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.backend.triton.products import (
-    FEW_TOKENS,
-    SIXTEEN_BITS,
-    Float8Product,
-    SixteenBitProduct,
-)
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8 import triton_prompts as prompts
 from mamba_eagle.kernels.float8.torch import Rounded
@@ -32,10 +27,10 @@ log = logging.getLogger("mamba_eagle.runner")
 TRIED = (65, 80, 128, 250, 512, 1024, 3000)  # tokens
 
 
-class ExactProduct(SixteenBitProduct):
+class ExactProduct(products.SixteenBitProduct):
     """library: whether cuBLASLt has the kernel's bits."""
 
-    sizes = (*SixteenBitProduct.sizes, FEW_TOKENS + 1)
+    sizes = (*products.SixteenBitProduct.sizes, products.FEW_TOKENS + 1)
 
     def __init__(self, weight: Tensor, library: bool) -> None:
         super().__init__(weight)
@@ -56,18 +51,18 @@ def library_agrees(weight: Tensor) -> bool:
     shape = (max(TRIED), weight.shape[1])
     x = torch.randn(shape, generator=draw, device=weight.device).to(weight.dtype)
     wanted = sixteen_bit.linear(x, weight, None)
-    library = SixteenBitProduct(weight).library
+    library = products.SixteenBitProduct(weight).library
     return all(torch.equal(library(x[:n], None, None), wanted[:n]) for n in TRIED)
 
 
-class ExactFloat8(Float8Product):
+class ExactFloat8(products.Float8Product):
     """Undivided columns for any number of tokens."""
 
-    sizes = (16, 32, FEW_TOKENS, *prompts.SIZES)
+    sizes = (16, 32, products.FEW_TOKENS, *prompts.SIZES)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
-        multiply = float8.product if len(given.values) <= FEW_TOKENS else prompts.product
+        multiply = float8.product if len(given.values) <= products.FEW_TOKENS else prompts.product
         return multiply(given, self.weight, self.scale, bias, self.dtype, self.block)
 
 
@@ -87,7 +82,7 @@ class ExactOps(TritonOps):
         self.tried: dict[tuple[object, ...], bool] = {}
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        if weight.dtype not in SIXTEEN_BITS:  # some of a drafter's, which only guesses
+        if weight.dtype not in products.SIXTEEN_BITS:  # some of a drafter's, which only guesses
             return None
         kind = (*weight.shape, weight.dtype)
         if kind not in self.tried:
@@ -98,7 +93,7 @@ class ExactOps(TritonOps):
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         product = super().pack_matrix(matrix, dtype)
-        if isinstance(product, Float8Product) and isinstance(matrix, Float8Matrix):
+        if isinstance(product, products.Float8Product) and isinstance(matrix, Float8Matrix):
             return ExactFloat8(matrix, dtype)
         return product
 

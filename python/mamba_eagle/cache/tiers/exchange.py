@@ -6,14 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.cache.node import as_tokens, salt_number
-from mamba_eagle.cache.tiers.disk_log import (
-    SUM_BYTES,
-    ExportFile,
-    Labels,
-    TornFile,
-    live,
-    read_export,
-)
+from mamba_eagle.cache.tiers import disk_log
 from mamba_eagle.cache.tiers.passage import FromDevice, Load, Passage
 from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.message import ExportPrefix, ImportPrefix, PrefixMoved, TierCopy, TierSizes
@@ -60,15 +53,15 @@ class Exchange:
         file = Tier(
             FILE, self.host.num_units(hit.kv_slots, hit.journal), self.sizes, self.draft_states
         )
-        passage = Passage(self.host, file, self.numbers, 1, False, Labels(file))
+        passage = Passage(self.host, file, self.numbers, 1, False, disk_log.Labels(file))
         passage.send(hit)
         self._begin(asked, passage, hit.position)
 
     def receive(self, asked: ImportPrefix) -> None:
         try:
-            found = read_export(asked.path)
+            found = disk_log.read_export(asked.path)
             file = self._tier_of(found)
-        except TornFile as error:
+        except disk_log.TornFile as error:
             self.refused += 1
             self._answer(asked.call_id, problem=str(error))
             return
@@ -87,7 +80,7 @@ class Exchange:
         else:
             self._answer(asked.call_id, problem="there is no room in host memory (--host-cache-gb)")
 
-    def _tier_of(self, found: ExportFile) -> Tier:
+    def _tier_of(self, found: disk_log.ExportFile) -> Tier:
         """Raises: TornFile unless its records are of the sizes that this server's are."""
         sizes = self.sizes
         file = Tier(FILE, len(found.units), sizes, self.draft_states)
@@ -97,13 +90,15 @@ class Exchange:
             if (
                 (state, journal) not in ((sizes.state_units, 0), (0, sizes.journal_units))
                 or kv != len(label.tokens) // 4
-                or len(record.sums) // SUM_BYTES != state + journal + kv * sizes.kv_units
+                or len(record.sums) // disk_log.SUM_BYTES != state + journal + kv * sizes.kv_units
             ):
-                raise TornFile("layout: a state or a token takes another number of units there")
-        records = live(found.records, len(found.units))
+                raise disk_log.TornFile(
+                    "layout: a state or a token takes another number of units there"
+                )
+        records = disk_log.live(found.records, len(found.units))
         if len(records) < len(found.records) or not records:
-            raise TornFile("its records contradict each other")
-        Labels(file).fill(records)
+            raise disk_log.TornFile("its records contradict each other")
+        disk_log.Labels(file).fill(records)
         return file
 
     def _begin(self, asked: ExportPrefix | ImportPrefix, passage: Passage, tokens: int) -> None:
