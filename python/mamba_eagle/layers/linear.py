@@ -13,7 +13,7 @@ from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.adapters import Additions, slots_of_rows
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.products import MatrixProduct, PackedMatrix, PackedProduct, WritingProduct
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct, WritingProduct
 from mamba_eagle.layers.weights import (
     META,
     MatrixLayer,
@@ -80,11 +80,7 @@ class Linear(MatrixLayer):
             begin += len(view)
         whole._parts = list(parts)
         if joined is not None:
-            whole.hold("weight", joined)
-            first = 0
-            for part, size in zip(parts, sizes):
-                part.matrices["weight"] = joined.narrow(-2, first, size)
-                first += size
+            whole._share(joined)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
@@ -129,15 +125,15 @@ class Linear(MatrixLayer):
             product = ops.pack_matrix(matrix, self.weight.dtype)
             self._packed, self.rounding = product, product.rounding
         if isinstance(self._packed, PackedProduct) and self.may_hold:
-            self._release(self._packed.matrix)
+            self._share(self._packed.matrix)
 
-    def _release(self, packed: PackedMatrix) -> None:
-        """The product holds the weight from now on, and nothing else does."""
-        self.hold("weight", packed)
+    def _share(self, matrix: Matrix) -> None:
+        """Hold ``matrix`` in place of the weight, of which the parts have their rows."""
+        self.hold("weight", matrix)
         first = 0
         for part in self._parts:
             size = part.weight.shape[0]
-            part.hold("weight", packed.narrow(-2, first, size))
+            part.hold("weight", matrix.narrow(-2, first, size))
             first += size
 
     def forward(self, x: Tensor | Rounded) -> Tensor:

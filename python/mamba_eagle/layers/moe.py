@@ -29,6 +29,7 @@ class Router(Layer):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self._packed: Product | None = None
         self._fused: FusedRouter | None = None
@@ -92,7 +93,6 @@ class SigmoidRouter(Router):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.config = config
         self.e_score_correction_bias = nn.Parameter(
             torch.empty(config.num_experts, dtype=torch.float32)
         )
@@ -106,13 +106,9 @@ class SigmoidRouter(Router):
 class SoftmaxRouter(Router):
     """The top-k logits, with weights from a softmax over these alone."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
-        super().__init__(config, hidden_size)
-        self.top_k = config.top_k
-
     @property
     def choice(self) -> Choice:
-        return Choice(self.top_k)
+        return Choice(self.config.top_k)
 
 
 class Experts(MatrixLayer):

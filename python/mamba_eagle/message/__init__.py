@@ -709,17 +709,8 @@ OfModel = Profile | AskRanks | LoadAdapter | UnloadAdapter | Pause | Continue | 
 Asked = OfCache | OfModel
 ToScheduler = Generate | Abort | StopAt | Asked
 ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply | PrefixMoved
-ForAdapters = ReadAdapter | DropAdapter
-ToRunner = (
-    Plan
-    | Shutdown
-    | SimulateAcceptance
-    | Profile
-    | CompileGrammar
-    | ForAdapters
-    | ChangeModel
-    | AskRanks
-)
+BesideSteps = CompileGrammar | ReadAdapter | DropAdapter | Profile | AskRanks
+ToRunner = Plan | Shutdown | SimulateAcceptance | ChangeModel | BesideSteps
 FromRunner = (
     RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply
 )

@@ -4,7 +4,7 @@ such blocks are shared by all these layers; each use of a block has its own low-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,18 +49,12 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-class SharedUse(NamedTuple):
-    """One use of a shared block."""
+@dataclass(frozen=True)
+class SharedUse:
+    """One use of a shared block; of its attention, what a context sees."""
 
     number: int  # among the hybrid layers, by which its adapters are named
-    place: int  # in the KV pool: each use has KV of its own
-
-
-@dataclass(frozen=True)
-class UseView:
-    """A use of a shared attention layer, as a context sees it."""
-
-    index: int
+    index: int  # in the KV pool: each use has KV of its own
     scale: float
 
 
@@ -113,8 +107,7 @@ class SharedAttention(Layer):
         q, k, v = made
         if ctx.rotation is not None:
             q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
-        place = UseView(use.place, self.config.scale)
-        return self.total(self.o_proj(ctx.attention(place, q, k, v).flatten(1)))
+        return self.total(self.o_proj(ctx.attention(use, q, k, v).flatten(1)))
 
 
 class SharedMLP(Layer):
@@ -192,7 +185,9 @@ class HybridLayer(Layer):
         self, config: ModelConfig, layer: int, use: int, shared: SharedTransformer
     ) -> None:
         super().__init__()
-        self.use = SharedUse(use, config.places_before(layer, "attention"))
+        assert config.attention is not None
+        index = config.places_before(layer, "attention")
+        self.use = SharedUse(use, index, config.attention.scale)
         self.shared_transformer = shared
         self.linear = Linear(config.hidden_size, config.hidden_size)
         self.mamba_decoder = MambaLayer(config, layer)

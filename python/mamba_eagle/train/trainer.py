@@ -67,20 +67,6 @@ def stop_on_signals() -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
-class Every:
-    """Returns True at most once per ``seconds``."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._last = seconds, time.monotonic()
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
-
-
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: not on norms, biases, A, D, convolutions and
     embeddings."""
@@ -168,8 +154,8 @@ class Trainer:
         """
         self._resume()
         self._log_start()
-        time_to_save = Every(self.settings.save_seconds)
-        start = time.monotonic() - self.seconds
+        saved = time.monotonic()
+        start = saved - self.seconds
         with stop_on_signals() as stop:
             while self.number < self.steps and not self._stop_anywhere(stop.received):
                 loss = self._step()
@@ -178,7 +164,8 @@ class Trainer:
                     self._log_step(loss)
                 if self.number % self.eval_every == 0 and self.number < self.steps:
                     self.world.log(f"step {self.number} held out: {self.measure()}")
-                if time_to_save():
+                if (now := time.monotonic()) - saved >= self.settings.save_seconds:
+                    saved = now
                     self.save()
         self.save()
         return self.number >= self.steps

@@ -7,11 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import (
-    LaneAttention,
-    NewTokenAttention,
-    TreeNodes,
-)
+from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingEntries, Taken
 from mamba_eagle.backend.place import Place

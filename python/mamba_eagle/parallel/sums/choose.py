@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from mamba_eagle.parallel.groups import Group, Site
+from mamba_eagle.parallel.groups import Site
 from mamba_eagle.parallel.sum_table import FusedSum, SumMethod, SumTable
 from mamba_eagle.parallel.sums.shared_memory import JoinedSum, ends_within
 from mamba_eagle.parallel.sums.trial import AddNorm, Bench, Trial
@@ -23,17 +22,6 @@ log = logging.getLogger("mamba_eagle.parallel")
 GAIN = 0.97  # a method replaces the collective where it takes less than this part of its time
 MIXED_ROUNDS = 3
 MAX_SECONDS = 120.0  # for a step of this that takes a few
-
-
-class Collective(SumMethod):
-    """The group's own: NCCL, or gloo."""
-
-    def __init__(self, group: Group) -> None:
-        """group: one that has no table yet."""
-        self.group = group
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self.group.sum(x)
 
 
 def sizes_up_to(tokens: int) -> list[int]:
@@ -114,7 +102,8 @@ class Choice(NamedTuple):
 
     def table(self, method: SumMethod) -> SumTable:
         """By what each takes here and now; rank 0 decides for all."""
-        site, bench, collective = self.site, self.bench, Collective(self.site.group)
+        site, bench = self.site, self.bench
+        collective = site.group  # which has no table yet, and adds up by NCCL or gloo
         sums: dict[int, SumMethod | None] = {}
         norms: dict[int, FusedSum | None] = {}
         for n in sizes_up_to(site.tokens):

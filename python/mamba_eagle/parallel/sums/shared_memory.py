@@ -38,25 +38,17 @@ class JoinedSum(SumMethod):
         """The method, on all ranks at once. Raises: anything."""
 
 
-class KnownGroups:
-    """Process groups whose members torch's symmetric memory knows: by name, until the process ends.
-    Names start over when ranks meet again, so a later group of the same name would be taken for
-    the first one, and wait for ranks that are gone."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, object] = {}
-
-    def add(self, group: torch.distributed.ProcessGroup) -> None:
-        self._by_name[group.group_name] = group
-
-    def problem(self, group: torch.distributed.ProcessGroup) -> str:
-        """Why this group cannot share memory; "" if it can."""
-        if self._by_name.get(group.group_name, group) is group:
-            return ""
-        return "ranks of this process have shared memory before, and torch remembers those"
+# Process groups whose members torch's symmetric memory knows: by name, until the process ends.
+# Names start over when ranks meet again, so a later group of the same name would be taken for the
+# first one, and wait for ranks that are gone.
+_known: dict[str, object] = {}
 
 
-KNOWN_GROUPS = KnownGroups()
+def known_problem(group: torch.distributed.ProcessGroup) -> str:
+    """Why torch could not tell this group from an earlier one; "" if it can."""
+    if _known.get(group.group_name, group) is group:
+        return ""
+    return "ranks of this process have shared memory before, and torch remembers those"
 
 
 class SharedMemory(NamedTuple):
@@ -76,7 +68,7 @@ def share_problem(group: Group) -> str:
     """Why this rank cannot share memory with the others of its group; "" if it can: torch has to
     tell the group from earlier ones, and its GPU to reach those of its machine."""
     processes = members(group)
-    if problem := KNOWN_GROUPS.problem(processes.torchs):
+    if problem := known_problem(processes.torchs):
         return problem
     own = processes.device.index
     for other in range(torch.cuda.device_count()):
@@ -92,7 +84,7 @@ def share(among: Group, size: int, dtype: torch.dtype) -> SharedMemory:
     """
     group = members(among)
     own = symmetric_memory.empty(size, dtype=dtype, device=group.device)
-    KNOWN_GROUPS.add(group.torchs)
+    _known[group.torchs.group_name] = group.torchs
     handle = symmetric_memory.rendezvous(own, group.torchs.group_name)
     if handle.multicast_ptr:
         raise RuntimeError("NVLink multicast is on, which TORCH_SYMM_MEM_DISABLE_MULTICAST=1 ends")

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mamba_eagle.parallel.groups import Site
+from mamba_eagle.parallel.groups import Group, Site
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod
 
 CALLS = 4  # per repeat: kernels may take turns with buffers
@@ -156,7 +156,7 @@ class Bench:
     def __init__(self, record: Record) -> None:
         self.record = record
 
-    def sum(self, site: Site, method: SumMethod, n: int) -> float:
+    def sum(self, site: Site, method: SumMethod | Group, n: int) -> float:
         """Of a sum of n tokens; each adds up what the one before has made."""
         x = Numbers.room(site, n).part.zero_()
 
@@ -171,7 +171,7 @@ class Bench:
         """Of a sum with the norm."""
         return self._norm(site, method.sum_norm, n)
 
-    def apart(self, site: Site, method: SumMethod, add_norm: AddNorm, n: int) -> float:
+    def apart(self, site: Site, method: SumMethod | Group, add_norm: AddNorm, n: int) -> float:
         """Of a sum and then the norm."""
         return self._norm(site, lambda stream, x, *_: add_norm(stream, method.sum(x), *_), n)
 

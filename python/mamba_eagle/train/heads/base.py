@@ -80,7 +80,7 @@ class TrainableHead(ABC):
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of its checkpoint, by name."""
-        return self.module.state_dict()
+        return getattr(self.module, "published_weights", self.module.state_dict)()
 
 
 EMBEDDING_STD = 0.5  # comparable to what the layers add, so that tokens remain distinguishable

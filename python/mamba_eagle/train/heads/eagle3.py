@@ -55,9 +55,6 @@ class TrainableEagle3(UnrolledHead):
     def token_ids(self, choice: Tensor) -> Tensor:
         return self.ids[choice]
 
-    def weights(self) -> dict[str, Tensor]:
-        return self.module.published_weights()
-
 
 def taps(target: ModelConfig) -> tuple[int, ...]:
     """The layers whose inputs the head reads: near the front, in the middle and near the end, as in

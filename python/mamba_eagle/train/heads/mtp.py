@@ -59,6 +59,3 @@ class TrainableMtp(UnrolledHead):
             outputs = self.begin(tokens, features).outputs
             for _ in range(depth):
                 yield outputs
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.module.published_weights()

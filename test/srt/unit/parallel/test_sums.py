@@ -19,9 +19,10 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.parallel.groups import Site
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod, SumTable
+from mamba_eagle.parallel.sums import shared_memory
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
 from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
-from mamba_eagle.parallel.sums.shared_memory import JoinedSum, KnownGroups, ends_within
+from mamba_eagle.parallel.sums.shared_memory import JoinedSum, ends_within
 from mamba_eagle.parallel.sums.trial import Bench, Captured
 from mamba_eagle.runner.sums import sums_for
 
@@ -355,11 +356,11 @@ def test_the_default_and_what_fits_are_not() -> None:
         assert not any("--all-reduce" in problem for problem in EngineConfig(**settings).problems())
 
 
-def test_a_second_meeting_of_ranks_shares_no_memory() -> None:
+def test_a_second_meeting_of_ranks_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would wait for ranks of the first one: it keeps them by a name that comes again."""
     first, again, other = (SimpleNamespace(group_name=name) for name in ("1", "1", "2"))
-    known = KnownGroups()
-    assert not known.problem(first)
-    known.add(first)
-    assert not known.problem(first) and not known.problem(other)
-    assert "before" in known.problem(again)
+    problem = shared_memory.known_problem
+    assert not problem(first)
+    monkeypatch.setitem(shared_memory._known, "1", first)
+    assert not problem(first) and not problem(other)
+    assert "before" in problem(again)
