@@ -26,7 +26,7 @@ from mamba_eagle.backend.place import Place, zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
-from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Inputs, Recurrent
 from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem
 from mamba_eagle.model_config import RecurrenceConfig
@@ -237,10 +237,8 @@ class SavedJournals:
         return self.conv_in.nbytes + self.gates.nbytes + self.feature.nbytes
 
 
-class JournaledPrefill:
+class JournaledPrefill(ForwardContext):
     """The context of a pass over prompt chunks that also writes rows to journal slots."""
-
-    rotation: Rotation | None = None
 
     def __init__(self, inner: PrefillContext, journals: SavedJournals, places: Places) -> None:
         self.inner, self.journals, self.places = inner, journals, places

@@ -1,6 +1,5 @@
 """Prompt chunks of several requests in one forward pass: the code that all backends share."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +13,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.prefill_plan import Prompt
-from mamba_eagle.layers.context import AttentionView, ForwardContext, Rotation
+from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.message import PrefillItem, Release
 
@@ -99,7 +98,7 @@ class FixedRecurrence(Protocol):
         others, whose outputs mean nothing."""
 
 
-class PrefillContext(ABC):
+class PrefillContext(ForwardContext):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
     Recurrent layers read each request's state from the state slot that holds it, write the state
@@ -107,7 +106,6 @@ class PrefillContext(ABC):
     a prompt starts from only the feature is copied, unless ``copies_states``.
     """
 
-    rotation: Rotation | None = None
     copies_states = False  # whether a state that a prompt starts from is copied to its own slot
 
     def __init__(
@@ -155,7 +153,3 @@ class PrefillContext(ABC):
     def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
         """For passes of at most these sizes; None: the host must divide each."""
         return None
-
-    @abstractmethod
-    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
-        """channels [n, conv_dim] before the convolution, raw gates [n, ·] -> y [n, inner_size]."""

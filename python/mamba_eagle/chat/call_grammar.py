@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 
 from mamba_eagle.chat.family import CallForm, Family
 from mamba_eagle.chat.schema import Argument, arguments_of, closed, types_of
+from mamba_eagle.constrain import grammar
 from mamba_eagle.constrain.errors import GrammarError
-from mamba_eagle.constrain.grammar import (
-    Grammar,
-    Special,
-    json_schema_grammar,
-    lark_grammar,
-    literal,
-    quoted,
-    regex_literal,
-    text_pattern,
-)
 from mamba_eagle.constrain.structural_tag import Tag, tagged_grammar
 
 MAX_CALLS = 32  # of one reply that must call: a weak model may find no end
@@ -43,7 +34,7 @@ class CallGrammars:
     Raises: GrammarError if the family's file does not say how calls are written.
     """
 
-    def __init__(self, family: Family, special: Special = None) -> None:
+    def __init__(self, family: Family, special: grammar.Special = None) -> None:
         if family.calls is None:
             raise GrammarError(
                 f"the tool-call format of {family.name} is unknown, so calls cannot be forced: "
@@ -52,14 +43,14 @@ class CallGrammars:
         self.form: CallForm = family.calls
         self.special = special
 
-    def forced(self, tools: Sequence[CallableTool], parallel: bool) -> Grammar:
+    def forced(self, tools: Sequence[CallableTool], parallel: bool) -> grammar.Grammar:
         """Calls of these tools and nothing else: one, or with ``parallel`` one or more.
 
         Raises: GrammarError
         """
         return self._calls(tools, parallel, self.form.begin_all)
 
-    def allowed(self, tools: Sequence[CallableTool], parallel: bool) -> Grammar:
+    def allowed(self, tools: Sequence[CallableTool], parallel: bool) -> grammar.Grammar:
         """Free text in which what begins like a call is one.
 
         Raises: GrammarError
@@ -74,19 +65,19 @@ class CallGrammars:
             tags = [Tag(self._begin(tool), self.arguments(tool), form.end) for tool in tools]
         return tagged_grammar([trigger], tags, False, not parallel, self.special)
 
-    def arguments(self, tool: CallableTool) -> Grammar:
+    def arguments(self, tool: CallableTool) -> grammar.Grammar:
         """What stands between the beginning and the end of a call.
 
         Raises: GrammarError whose path is one in the tool's schema
         """
         schema = closed(tool.schema or {})
         if self.form.arguments == "json":
-            return json_schema_grammar(schema if tool.strict else {"type": "object"})
+            return grammar.json_schema_grammar(schema if tool.strict else {"type": "object"})
         if not tool.strict:
             return self._any_tags()
         rules = ""
         parts: list[str] = []
-        uses: list[Grammar] = []
+        uses: list[grammar.Grammar] = []
         for i, argument in enumerate(arguments_of(schema)):
             value = _in_tag(argument, self.form, f"v{i}")
             begin = self.form.begin_argument.replace("{key}", argument.name)
@@ -94,16 +85,18 @@ class CallGrammars:
             rules += f"a{i}: {self._literal(begin)} {value.lark} {end}\n{value.rules}"
             parts.append(f"a{i}" + "?" * (not argument.required))
             uses += value.uses
-        return lark_grammar(f"start: {' '.join(parts) or quoted('')}\n{rules}", *uses)
+        return grammar.lark_grammar(
+            f"start: {' '.join(parts) or grammar.quoted('')}\n{rules}", *uses
+        )
 
-    def _any_tags(self) -> Grammar:
+    def _any_tags(self) -> grammar.Grammar:
         before, _, behind = self.form.begin_argument.partition("{key}")
         value = _free_text(self.form, "value")
         tag = f"{self._literal(before)} KEY {self._literal(behind)} {value.lark}"
         rules = f"KEY: /[^<>\\n]{{1,64}}/\n{value.rules}"
-        return lark_grammar(f"start: tag*\ntag: {tag} {self._literal(value.end)}\n{rules}")
+        return grammar.lark_grammar(f"start: tag*\ntag: {tag} {self._literal(value.end)}\n{rules}")
 
-    def _calls(self, tools: Sequence[CallableTool], parallel: bool, begin: str) -> Grammar:
+    def _calls(self, tools: Sequence[CallableTool], parallel: bool, begin: str) -> grammar.Grammar:
         form = self.form
         calls = [self.arguments(tool) for tool in tools]
         options = " | ".join(
@@ -112,13 +105,13 @@ class CallGrammars:
         )
         more = f" ({self._literal(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         start = f"{self._literal(begin)} call{more} {self._literal(form.end_all)}"
-        return lark_grammar(f"start: {start}\ncall: {options}\n", *calls)
+        return grammar.lark_grammar(f"start: {start}\ncall: {options}\n", *calls)
 
     def _begin(self, tool: CallableTool) -> str:
         return self.form.begin.replace("{name}", tool.name)
 
     def _literal(self, text: str) -> str:
-        return literal(text, self.special)
+        return grammar.literal(text, self.special)
 
 
 def opening(form: CallForm) -> str:
@@ -141,7 +134,7 @@ class _Value(NamedTuple):
     lark: str
     end: str
     rules: str = ""
-    uses: tuple[Grammar, ...] = ()
+    uses: tuple[grammar.Grammar, ...] = ()
 
 
 def _in_tag(argument: Argument, form: CallForm, name: str) -> _Value:
@@ -152,12 +145,12 @@ def _in_tag(argument: Argument, form: CallForm, name: str) -> _Value:
     schema, end = argument.schema, form.end_argument
     types = types_of(schema)
     if types and "string" not in types:
-        grammar = json_schema_grammar(schema, whitespace="")
-        return _Value(f"@{grammar.name}", end, uses=(grammar,))
+        own = grammar.json_schema_grammar(schema, whitespace="")
+        return _Value(f"@{own.name}", end, uses=(own,))
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list):
         texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
-        return _Value("(" + " | ".join(map(quoted, texts)) + ")", end)
+        return _Value("(" + " | ".join(map(grammar.quoted, texts)) + ")", end)
     if any(key in schema for key in ("pattern", "minLength", "maxLength")):
         rule = f"{name.upper()}: {_one_line(argument)}\n"
         return _Value(name.upper(), end, rule)
@@ -170,7 +163,7 @@ def _free_text(form: CallForm, name: str) -> _Value:
     end = form.end_argument
     close = end.strip()
     stop = form.end.strip().partition("\n")[0]
-    text = f"/(?s:.*){text_pattern(close)}/ & ~/(?s:.*){text_pattern(stop)}(?s:.*)/"
+    text = f"/(?s:.*){grammar.text_pattern(close)}/ & ~/(?s:.*){grammar.text_pattern(stop)}(?s:.*)/"
     return _Value(name, end[end.index(close) + len(close) :], f"{name}[lazy]: {text}\n")
 
 
@@ -191,4 +184,4 @@ def _one_line(argument: Argument) -> str:
     ends = pattern.endswith("$") and not pattern.endswith("\\$")
     core = pattern.removeprefix("^")
     core = core[:-1] if ends else core
-    return f"{lark} & {regex_literal(f'{before}({core})' + ('' if ends else '(?s:.*)'))}"
+    return f"{lark} & {grammar.regex_literal(f'{before}({core})' + ('' if ends else '(?s:.*)'))}"

@@ -39,11 +39,12 @@ class AttentionView(Protocol):
 class ForwardContext(Protocol):
     """How a forward pass over n tokens, flattened over sequences, accesses their sequences."""
 
-    rotation: Rotation | None  # angles of ``positions``; a model with RoPE sets them first
+    rotation: Rotation | None = None  # of ``positions``; a model with RoPE sets it first
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
         """Some layers in a row, each with this context, if there is something better than calling
         one after the other; else None. The result may overwrite ``hidden``."""
+        return None
 
     @property
     def positions(self) -> Tensor:
@@ -57,21 +58,16 @@ class ForwardContext(Protocol):
         """Causal attention: q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
 
 
-class FullSequenceContext:
+class FullSequenceContext(ForwardContext):
     """``batch`` whole sequences of ``length`` tokens, for training and as the reference.
 
     It starts from zero states, keeps no state and is differentiable. n = batch * length, one
     sequence after the other.
     """
 
-    rotation: Rotation | None = None
-
     def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
         """device: where positions are created; use that of the model."""
         self.batch, self.length, self.device = batch, length, device
-
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return None
 
     @property
     def positions(self) -> Tensor:

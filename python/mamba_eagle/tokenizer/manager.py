@@ -15,22 +15,9 @@ from typing import Any, Protocol, TypeVar
 import zmq
 from msgspec.structs import replace
 
+from mamba_eagle import message
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import DEFAULT_VERSION, Failure, FinishReason, shown
-from mamba_eagle.message import (
-    Abort,
-    Answer,
-    Done,
-    FlushCache,
-    Generate,
-    Outputs,
-    Question,
-    RankReply,
-    Ready,
-    RequestOutput,
-    ToScheduler,
-    ToServer,
-)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.sample import EngineDead, LiveRequest, LiveSamples, QueueFull, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -42,7 +29,7 @@ TOKENS_PER_TURN = 32_768
 TURN_SECONDS = 0.005
 
 
-def _message(sample: Sample) -> Generate:
+def _message(sample: Sample) -> message.Generate:
     # Stop strings are looked for here; thousands of them would be sent for nothing.
     own = replace(sample.prompt.sampling, seed=sample.seed, stop=[])
     name, arrival = sample.engine_rid, sample.request.arrival
@@ -71,18 +58,20 @@ A = TypeVar("A")
 class Questions:
     """Each is asked under a number of its own, which its answer repeats."""
 
-    def __init__(self, sender: Sender[ToScheduler], recorder: Observer, num_ranks: int = 1) -> None:
+    def __init__(
+        self, sender: Sender[message.ToScheduler], recorder: Observer, num_ranks: int = 1
+    ) -> None:
         self._sender, self._recorder, self._num_ranks = sender, recorder, num_ranks
-        self._replies: dict[int, list[RankReply]] = {}  # of some ranks
+        self._replies: dict[int, list[message.RankReply]] = {}  # of some ranks
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
 
-    def answer(self, reply: Answer) -> None:
+    def answer(self, reply: message.Answer) -> None:
         asked = self._waiting.get(reply.call_id)
         if asked is None or asked.done():
             return
-        if isinstance(reply, RankReply):
+        if isinstance(reply, message.RankReply):
             replies = self._replies.setdefault(reply.call_id, [])
             replies.append(reply)
             if len(replies) == self._num_ranks:
@@ -90,14 +79,14 @@ class Questions:
         else:
             asked.set_result(reply)
 
-    def fail(self, message: str) -> None:
+    def fail(self, why: str) -> None:
         """The engine is gone: who waits gets an error, and every later question does."""
-        self._dead = message
+        self._dead = why
         for asked in self._waiting.values():
             if not asked.done():
-                asked.set_exception(EngineDead(message))
+                asked.set_exception(EngineDead(why))
 
-    async def __call__(self, question: Question[A], seconds: float) -> A:
+    async def __call__(self, question: message.Question[A], seconds: float) -> A:
         """The answer.
 
         Raises: EngineDead; TimeoutError if it does not come in time. A pause in which the whole
@@ -120,14 +109,14 @@ class Questions:
             del self._waiting[number]
             self._replies.pop(number, None)
 
-    async def flush_cache(self, seconds: float = 0.0) -> Done:
+    async def flush_cache(self, seconds: float = 0.0) -> message.Done:
         """Empties the cache; a busy engine refuses, and is asked again for that long.
 
         Raises: as asking.
         """
         deadline = time.monotonic() + seconds
         while True:
-            reply = await self(FlushCache(), 30.0)
+            reply = await self(message.FlushCache(), 30.0)
             if not reply.problem:
                 self._recorder.reset_averages()
             if not reply.problem or time.monotonic() >= deadline:
@@ -157,22 +146,22 @@ class TokenizerManager:
         self.tokenizer: TextTokenizer | None = None  # set when loaded; None: token ids only
         self.weight_version = DEFAULT_VERSION  # of those that requests run with now
         self.dead: str | None = None  # why no request can be served any more
-        self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
+        self._sender: Sender[message.ToScheduler] = Sender(context, socket_dir, "to_scheduler")
         self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.ready: asyncio.Future[message.Ready] = self._loop.create_future()
         self._live = LiveSamples()
         self._numbers = itertools.count(1)
         self._unsent: deque[Sample] = deque()  # started, and not known to the scheduler yet
         self.ask = Questions(self._sender, recorder, config.num_ranks)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
+        self._receiver: Receiver[message.ToServer] = Receiver(context, socket_dir, "to_server")
         self._next_turn: asyncio.Handle | None = None
         # The file descriptor signals a change, not a state: each wake must read all there is.
         self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
         self._loop.call_soon(self._receive_all)
 
     @property
-    def engine(self) -> Ready:
+    def engine(self) -> message.Ready:
         return self.ready.result()
 
     @property
@@ -228,11 +217,11 @@ class TokenizerManager:
 
     def _expire(self, live: LiveRequest) -> None:
         limit = f"{live.timeout:g} s (timeout, or --request-timeout)"
-        message = f"the request did not end within {limit}"
-        reason = FinishReason(kind="abort", message=message, failure=Failure.TIMEOUT)
+        why = f"the request did not end within {limit}"
+        reason = FinishReason(kind="abort", message=why, failure=Failure.TIMEOUT)
         self._spawn(self._abort_all(live.samples, reason))
 
-    def _start(self, live: LiveRequest, prompt: Generate, i: int, seed: int) -> Sample:
+    def _start(self, live: LiveRequest, prompt: message.Generate, i: int, seed: int) -> Sample:
         rid = prompt.sample_rid(i)
         # Clients may use a name again as soon as they have their answer, when the scheduler may
         # still have something to say about the first holder.
@@ -275,9 +264,9 @@ class TokenizerManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def abort(self, rid: str | None, message: str = "aborted by /abort_request") -> int:
+    async def abort(self, rid: str | None, why: str = "aborted by /abort_request") -> int:
         """Ends the samples of exactly this name, or all (None); how many there were."""
-        reason = FinishReason(kind="abort", message=message)
+        reason = FinishReason(kind="abort", message=why)
         return await self._abort_all(self._live.named(rid), reason)
 
     def release(self, live: LiveRequest) -> None:
@@ -302,20 +291,20 @@ class TokenizerManager:
         if sample.finish is not None:
             return False
         if self.dead is None and sample.sent:
-            self._sender.send(Abort(rid=sample.engine_rid))
+            self._sender.send(message.Abort(rid=sample.engine_rid))
         sample.end(reason)
         self._ended(sample)
         return True
 
-    def fail(self, message: str, failure: Failure = Failure.INTERNAL) -> None:
+    def fail(self, why: str, failure: Failure = Failure.INTERNAL) -> None:
         """The engine is gone: who waits gets an error, and every later request does."""
         if self.dead is not None:
             return
-        self.dead = message
-        reason = FinishReason(kind="abort", message=message, failure=failure)
+        self.dead = why
+        reason = FinishReason(kind="abort", message=why, failure=failure)
         for sample in self._live.named(None):
             self._abort(sample, reason)
-        self.ask.fail(message)
+        self.ask.fail(why)
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────
 
@@ -330,20 +319,20 @@ class TokenizerManager:
                 self._next_turn = self._loop.call_soon(self._receive_all)
                 return
 
-    def _receive(self, item: ToServer) -> None:
-        if isinstance(item, Outputs):
+    def _receive(self, item: message.ToServer) -> None:
+        if isinstance(item, message.Outputs):
             now = time.time()
             for output in item.outputs:
                 sample = self._live.get(output.rid)
                 if sample is not None:  # else it came after the end
                     self._take(sample, output, now)
-        elif isinstance(item, Ready):
+        elif isinstance(item, message.Ready):
             if not self.ready.done():
                 self.ready.set_result(item)
         else:
             self.ask.answer(item)
 
-    def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
+    def _take(self, sample: Sample, output: message.RequestOutput, now: float) -> None:
         try:
             before = len(sample.output_ids)
             stop = sample.take(output)
@@ -355,8 +344,8 @@ class TokenizerManager:
                 self._ended(sample)
         except Exception:  # one request's trouble must not stop the others' outputs
             log.exception("request %s: its output could not be decoded", shown(sample.rid))
-            message = "the output could not be decoded; see the server log"
-            reason = FinishReason(kind="abort", message=message, failure=Failure.INTERNAL)
+            why = "the output could not be decoded; see the server log"
+            reason = FinishReason(kind="abort", message=why, failure=Failure.INTERNAL)
             self._abort(sample, reason)
 
     def _ended(self, sample: Sample) -> None:
