@@ -6,8 +6,6 @@ no float32 states inside of a sequence, and a launch for each of 32 saved states
 a long prompt's time.
 """
 
-from __future__ import annotations
-
 import sys
 
 import triton

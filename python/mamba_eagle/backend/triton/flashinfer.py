@@ -5,8 +5,6 @@ are in the plan that the runner executes. The lengths of running requests are kn
 device while a step is in flight, so the Triton kernel handles trees and plain decoding.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cache
