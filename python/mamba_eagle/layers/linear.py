@@ -69,10 +69,7 @@ class Linear(MatrixLayer):
         if joined is None and any(part.matrix is not None for part in parts):
             return None
         sizes = [part.weight.shape[0] for part in parts]
-        with weights_come_late():
-            whole = Linear(parts[0].weight.shape[1], sum(sizes))
-        weights = [part.weight.detach() for part in parts]
-        whole.weight = nn.Parameter(joined_rows(weights), requires_grad=False)
+        whole = cls._holding(joined_rows([part.weight.detach() for part in parts]), parts)
         begin = 0
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
@@ -81,18 +78,24 @@ class Linear(MatrixLayer):
         whole._parts = list(parts)
         if joined is not None:
             whole._share(joined)
+        return whole
+
+    @classmethod
+    def _holding(cls, weight: Tensor, parts: Sequence[Linear]) -> Linear:
+        """A product with this weight and the parts' biases."""
+        with weights_come_late():
+            whole = Linear(weight.shape[1], weight.shape[0])
+        whole.weight = nn.Parameter(weight, requires_grad=False)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
 
     @classmethod
-    def of(cls, matrix: Matrix, dtype: torch.dtype) -> Linear:
-        """A product with a matrix [out, in] of few bits. dtype: of what it returns."""
+    def of(cls, matrix: Matrix, dtype: torch.dtype, parts: Sequence[Linear] = ()) -> Linear:
+        """A product with a matrix [out, in] of few bits, and the parts' biases. dtype: of what it
+        returns."""
         outputs, inputs = matrix.shape
-        with weights_come_late():
-            whole = Linear(inputs, outputs)
-        empty = without_memory((outputs, inputs), dtype)
-        whole.weight = nn.Parameter(empty, requires_grad=False)
+        whole = cls._holding(without_memory((outputs, inputs), dtype), parts)
         whole.hold("weight", matrix)
         return whole
 
@@ -101,19 +104,12 @@ class Linear(MatrixLayer):
         """One product with the rows of all parts, which stay as they are."""
         joined, dtype = joined_matrix(parts), parts[0].weight.dtype
         if joined is not None:
-            whole = cls.of(joined, dtype)
-        else:
-            weights = [
-                part.weight.detach() if part.matrix is None else part.matrix.dequantize()
-                for part in parts
-            ]
-            weight = torch.cat([part.to(dtype) for part in weights])
-            with weights_come_late():
-                whole = Linear(weight.shape[1], weight.shape[0])
-            whole.weight = nn.Parameter(weight, requires_grad=False)
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-        return whole
+            return cls.of(joined, dtype, parts)
+        weights = [
+            part.weight.detach() if part.matrix is None else part.matrix.dequantize()
+            for part in parts
+        ]
+        return cls._holding(torch.cat([part.to(dtype) for part in weights]), parts)
 
     def prepare(self, ops: LayerOps) -> None:
         if self.is_part:

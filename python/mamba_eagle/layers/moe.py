@@ -222,7 +222,8 @@ FUSED = {relu_squared: "relu_squared", silu_gate: "silu_gate"}
 
 
 class Mixture(Layer):
-    """What layers with experts share."""
+    """What layers with experts share: hidden [n, hidden_size] -> [n, hidden_size], of a rank's
+    channels a part of the sum. The router is the same on all ranks: it must see equal bits."""
 
     experts: Experts
 
@@ -242,11 +243,7 @@ class Mixture(Layer):
 
 class LatentMoE(Mixture):
     """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
-    the larger models projections to and from a smaller width around the routed experts.
-
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum. The router
-    is the same on all ranks: it must see equal bits on all.
-    """
+    the larger models projections to and from a smaller width around the routed experts."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
         super().__init__()
@@ -279,10 +276,7 @@ class LatentMoE(Mixture):
 
 class GatedSharedMoE(Mixture):
     """Qwen's layer: gated experts with softmax weights, and one for all tokens, which passes a
-    sigmoid gate of its own.
-
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum.
-    """
+    sigmoid gate of its own."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -302,10 +296,7 @@ class GatedSharedMoE(Mixture):
 
 
 class GatedMoE(Mixture):
-    """Granite's routed experts: gate and up projection in one matrix, softmax weights.
-
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum.
-    """
+    """Granite's routed experts: gate and up projection in one matrix, softmax weights."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -317,10 +308,7 @@ class GatedMoE(Mixture):
 
 
 class SigmoidMoE(Mixture):
-    """Gated experts chosen by sigmoid scores, and shared ones beside them (DeepSeek-V3).
-
-    hidden [n, hidden_size] -> [n, hidden_size], of a rank's channels a part of the sum. The router
-    must see equal bits on all ranks."""
+    """Gated experts chosen by sigmoid scores, and shared ones beside them (DeepSeek-V3)."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()

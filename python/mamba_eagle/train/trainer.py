@@ -76,10 +76,6 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def save_weights(weights: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> None:
     """Writes weights and config, creating ``folder`` if needed. Floating-point tensors are stored
     as bfloat16. The weights file is replaced atomically, so readers never see a partial one."""
@@ -92,7 +88,7 @@ def save_weights(weights: dict[str, Tensor], folder: Path, config: dict[str, Any
     save_file(weights, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
     os.replace(partial, folder / "model.safetensors")
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 WARM_UP = 0.03  # fraction of the run in which the learning rate rises
