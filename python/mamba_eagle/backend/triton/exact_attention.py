@@ -9,12 +9,7 @@ from torch import Tensor
 from mamba_eagle.backend.attention import PromptSpan, TreeNodes
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.kernels.exact_attention.triton import (
-    exact_prompt_attention,
-    exact_tree_attention,
-    prompt_config,
-    prompt_tiles,
-)
+from mamba_eagle.kernels.exact_attention import triton as kernels
 from mamba_eagle.kernels.exact_attention.triton_pages import lay_out
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.layers.context import AttentionView
@@ -34,7 +29,7 @@ class ExactTreeAttention:
     def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return exact_tree_attention(
+        return kernels.exact_tree_attention(
             q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
         )
 
@@ -54,13 +49,13 @@ class ExactPrompts:
     def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
         (_, heads, D), kv_heads = q.shape, k.shape[1]
-        config = prompt_config(heads, kv_heads, D, q.dtype.itemsize)
+        config = kernels.prompt_config(heads, kv_heads, D, q.dtype.itemsize)
         tokens = config.rows * kv_heads // heads
         if tokens not in self.tiles:
-            tiles = prompt_tiles(self.spans, tokens)
+            tiles = kernels.prompt_tiles(self.spans, tokens)
             self.tiles[tokens] = self.place.to_device(tiles, torch.int32)
         self.pool.write(layer.index, self.write_slots, k, v)
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return exact_prompt_attention(
+        return kernels.exact_prompt_attention(
             q, keys, values, self.slot_table, self.tiles[tokens], layer.scale, config
         )

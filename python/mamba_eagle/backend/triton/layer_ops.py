@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import CudaOps
+from mamba_eagle.backend.triton import products
 from mamba_eagle.backend.triton.adapters import SegmentedAdditions
 from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
-from mamba_eagle.backend.triton.products import (
-    SIXTEEN_BITS,
-    Float8Product,
-    FourBitProduct,
-    SixteenBitProduct,
-    multiplies,
-)
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
@@ -114,21 +108,23 @@ class TritonOps(CudaOps):
     # ── products ──
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        return SixteenBitProduct(weight) if SixteenBitProduct.takes(weight) else None
+        return (
+            products.SixteenBitProduct(weight) if products.SixteenBitProduct.takes(weight) else None
+        )
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
-        return multiplies(matrix, device)
+        return products.multiplies(matrix, device)
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         device = next(iter(matrix.tensors().values())).device
-        if isinstance(matrix, Float8Matrix) and multiplies(matrix, device):
-            return Float8Product(matrix, dtype)
+        if isinstance(matrix, Float8Matrix) and products.multiplies(matrix, device):
+            return products.Float8Product(matrix, dtype)
         if (
             isinstance(matrix, FourBitMatrix)
-            and dtype in SIXTEEN_BITS
-            and multiplies(matrix, device)
+            and dtype in products.SIXTEEN_BITS
+            and products.multiplies(matrix, device)
         ):
-            return FourBitProduct(matrix, dtype)
+            return products.FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
 
     def additions(
