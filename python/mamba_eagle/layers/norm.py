@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.ops import Normed
+from mamba_eagle.parallel.sum_table import Normed
 
 
 class Norm(Layer):

@@ -21,6 +21,7 @@ from mamba_eagle.kernels.rotary.torch import rotate
 from mamba_eagle.layers import products
 from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions, StackedAddition
 from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.sum_table import Normed
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 
@@ -30,13 +31,6 @@ class HeadNorms(NamedTuple):
     q: Tensor  # [D], weights
     k: Tensor  # [D]
     eps: float
-
-
-class Normed(NamedTuple):
-    """A residual stream and its norm, both [n, size]; the norm may be float8."""
-
-    normed: Tensor | Rounded
-    stream: Tensor
 
 
 # x [n, in], bias [out] or None -> [n, out]
@@ -71,7 +65,7 @@ class LayerOps:
         fused = self.group.fused_sum(partial)
         if fused is None or weight.dtype != partial.dtype or stream.dtype != partial.dtype:
             return self.add_rms_norm(stream, self.total(partial), weight, eps)
-        return Normed(*fused.sum_norm(stream, partial, weight, eps))
+        return fused.sum_norm(stream, partial, weight, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
@@ -150,7 +144,6 @@ class LayerOps:
         self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
     ) -> Normed:
         normed, stream = self.add_rms_norm(stream, added, weight, eps)
-        assert isinstance(normed, Tensor)
         return Normed(self.round(normed, rounding), stream)
 
     def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:

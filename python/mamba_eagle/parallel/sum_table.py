@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ class SumMethod(ABC):
         it."""
 
 
-class NormedSum(NamedTuple):
-    """Both [n, size]."""
+class Normed(NamedTuple):
+    """A residual stream and its norm, both [n, size]."""
 
-    normed: Tensor
+    normed: Any  # a tensor; Rounded for products that take float8
     stream: Tensor
 
 
@@ -34,7 +34,7 @@ class FusedSum(SumMethod):
     """One that also adds to the residual stream and takes the norm, in one kernel."""
 
     @abstractmethod
-    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
+    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         """The RMSNorm of ``stream`` + the sum of all ranks' ``added``, and that sum. stream, added
         [n, size], weight [size], all of the site's dtype and contiguous. Neither input may be used
         afterwards, since results may overwrite them."""

@@ -3,12 +3,11 @@
 import logging
 
 import torch
-from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import NO_SUMS_ON_A_CPU, ConfigError, EngineConfig
 from mamba_eagle.parallel.groups import Group, Site
-from mamba_eagle.parallel.sum_table import COLLECTIVES, NormedSum, SumTable
+from mamba_eagle.parallel.sum_table import COLLECTIVES, SumTable
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -33,17 +32,12 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
     from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
     from mamba_eagle.parallel.sums.trial import Bench, Captured
 
-    ops = backend.layer_ops
-
-    def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
-        made = ops.add_rms_norm(stream, added, weight, eps)
-        assert isinstance(made.normed, Tensor)
-        return NormedSum(made.normed, made.stream)
-
     tokens = min(config.max_running_requests * config.tree_shape.nodes, MAX_TOKENS)
     site = Site(group, tokens, size, backend.dtype)
     kind = OrderedSum if config.exact else PushedSum
-    table = choose_sums(site, kind, add_norm, Bench(Captured), or_collective=name == "auto")
+    table = choose_sums(
+        site, kind, backend.layer_ops.add_rms_norm, Bench(Captured), or_collective=name == "auto"
+    )
     torch.cuda.empty_cache()  # pools get what is free
     log.info("sums over ranks by number of tokens: %s", table.text)
     return table

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.groups import Site
-from mamba_eagle.parallel.sum_table import FusedSum, NormedSum
+from mamba_eagle.parallel.sum_table import FusedSum, Normed
 from mamba_eagle.parallel.sums.shared_memory import (
     JoinedSum,
     SharedMemory,
@@ -63,5 +63,5 @@ class PushedSum(OrderedSum, FusedSum):
 
     name = "pushed"
 
-    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
-        return NormedSum(self._sum_norm(stream, added, weight, eps, self.peers), stream)
+    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
+        return Normed(self._sum_norm(stream, added, weight, eps, self.peers), stream)

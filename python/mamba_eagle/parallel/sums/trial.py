@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.groups import Group, Site
-from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod
+from mamba_eagle.parallel.sum_table import FusedSum, Normed, SumMethod
 
 CALLS = 4  # per repeat: kernels may take turns with buffers
 TIMED_CALLS = 20
@@ -19,7 +19,7 @@ ROUNDS, REPEATS = 5, 10  # medians of rounds of this many repeats
 EPS = 1e-5
 
 # (stream, added, weight, eps) -> their norm: what follows a sum that is not fused
-AddNorm: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], NormedSum]
+AddNorm: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Normed]
 Record: TypeAlias = Callable[[Callable[[], None]], "Captured"]
 
 
@@ -89,7 +89,7 @@ class Trial:
     def __init__(self, site: Site, method: SumMethod, n: int, add_norm: AddNorm, record: Record):
         self.site, self.method, self.add_norm = site, method, add_norm
         self.numbers = [Numbers.room(site, n) for _ in range(CALLS)]
-        self.made: list[tuple[Tensor, NormedSum | None]] = []
+        self.made: list[tuple[Tensor, Normed | None]] = []
         self.seed = n
         self.refill()
         self.recorded = record(self._call)
@@ -114,7 +114,7 @@ class Trial:
         found = [self._problem(numbers, *made) for numbers, made in zip(self.numbers, self.made)]
         return next(filter(None, found), "")
 
-    def _problem(self, numbers: Numbers, whole: Tensor, normed: NormedSum | None) -> str:
+    def _problem(self, numbers: Numbers, whole: Tensor, normed: Normed | None) -> str:
         group, eps = self.site.group, torch.finfo(self.site.dtype).eps
         expected = group.sum(numbers.part.clone())
         # each addition rounds by eps / 2 of what it adds up
@@ -179,7 +179,7 @@ class Bench:
         part, stream, weight = (x.zero_() for x in Numbers.room(site, n))
 
         def work() -> None:
-            made = NormedSum(part, stream)
+            made = Normed(part, stream)
             for _ in range(TIMED_CALLS):
                 made = norm(made.stream, made.normed, weight, EPS)
 

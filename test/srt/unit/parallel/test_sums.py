@@ -18,7 +18,7 @@ from torch import Tensor
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.parallel.groups import Site
-from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod, SumTable
+from mamba_eagle.parallel.sum_table import FusedSum, Normed, SumMethod, SumTable
 from mamba_eagle.parallel.sums import shared_memory
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
 from mamba_eagle.parallel.sums.one_shot import OrderedSum, PushedSum
@@ -28,10 +28,7 @@ from mamba_eagle.runner.sums import sums_for
 
 SIZE, TOKENS = 16, 12  # tried: 1, 2, 4, 8 and 12 tokens
 OPS = LayerOps()
-
-
-def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
-    return NormedSum(*OPS.add_rms_norm(stream, added, weight, eps))
+add_norm = OPS.add_rms_norm
 
 
 class Called(Captured):
@@ -76,7 +73,7 @@ class Gathered(FusedSum, JoinedSum):
             whole = whole + part
         return whole
 
-    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
+    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         return add_norm(stream, self.sum(added), weight, eps)
 
 
@@ -103,7 +100,7 @@ class OwnPartFirst(Gathered):
 class WrongNorm(Gathered):
     name = "wrong norm"
 
-    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
+    def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         made = super().sum_norm(stream, added, weight, eps)
         return made._replace(normed=made.normed * 1.1)
 
