@@ -7,7 +7,6 @@ import os
 import socket
 import struct
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,19 +27,7 @@ SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 BACKLOG = 4096
 
 
-class Meeting(ABC):
-    """The same for all ranks of a server, and for them alone."""
-
-    @abstractmethod
-    def store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-        """torch's store, in which ranks leave each other their addresses."""
-
-    @abstractmethod
-    def name_interface(self) -> None:
-        """Keeps gloo and NCCL to one network interface."""
-
-
-class FileMeeting(Meeting):
+class FileMeeting:
     """Ranks of one machine meet at a file in a folder that only their user can read; gloo's and
     NCCL's own connections stay on the loopback interface."""
 
@@ -49,15 +36,17 @@ class FileMeeting(Meeting):
         self.path = path
 
     def store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+        """In which ranks leave each other their addresses."""
         return dist.FileStore(self.path, size)
 
     def name_interface(self) -> None:
+        """Keeps gloo and NCCL to one network interface."""
         if sys.platform == "linux":
             os.environ.setdefault(GLOO_INTERFACE, "lo")
             os.environ.setdefault(NCCL_INTERFACE, "=lo")
 
 
-class StoreMeeting(Meeting):
+class StoreMeeting:
     """Ranks of several machines meet at a store that rank 0 has, on one address of its node.
     Neither the store nor what gloo and NCCL send is encrypted."""
 
@@ -148,7 +137,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def meet(shard: Shard, device: torch.device, meeting: Meeting) -> None:
+def meet(shard: Shard, device: torch.device, meeting: FileMeeting | StoreMeeting) -> None:
     """Join all ranks, of which ``shard`` says how many there are.
 
     meeting: where all of them meet, and they alone.

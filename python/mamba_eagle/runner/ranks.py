@@ -81,18 +81,10 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     if config.num_ranks == 1:
         return ONE_RANK
     # takes a while to import, and a single rank does without
-    from mamba_eagle.parallel.distributed import (
-        FileMeeting,
-        Meeting,
-        ProcessGroup,
-        StoreMeeting,
-        meet,
-    )
+    from mamba_eagle.parallel.distributed import FileMeeting, ProcessGroup, StoreMeeting, meet
 
-    link = read_link(folder)
-    meeting: Meeting = FileMeeting(os.path.join(folder, MEETING_FILE))
-    if link is not None:
-        meeting = StoreMeeting(link.host, link.port)
+    link, file = read_link(folder), FileMeeting(os.path.join(folder, MEETING_FILE))
+    meeting = file if link is None else StoreMeeting(link.host, link.port)
     width, stages = config.tp_size, config.pp_size
     among_all = Shard(rank, config.num_ranks)
     meet(among_all, device, meeting)
