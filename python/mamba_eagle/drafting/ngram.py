@@ -211,10 +211,6 @@ class NgramSource(DraftSource):
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.engine = config
 
-    @property
-    def config(self) -> ModelConfig | None:
-        return None
-
     def divide(self, shard: Shard, backend: Backend) -> None: ...
 
     def problems(self) -> list[str]:

@@ -62,7 +62,7 @@ class PeftConfig:
     by_root: bool  # rsLoRA: the scale is alpha / √r
 
     def scale(self, module: str) -> float:
-        rank = _own(self.ranks, module, self.rank)
+        rank = self.rank_of(module)
         alpha = _own(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 

@@ -1,7 +1,6 @@
 """Embeddings: a prompt's hidden states after the final norm, as one vector."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,23 +8,15 @@ from torch import Tensor
 from mamba_eagle.backend.prefill import PrefillPart
 
 
-class Pool(Protocol):
-    """Takes the hidden states of one prompt, chunk by chunk."""
+class LastToken:
+    """The hidden state of the last token, which has read all others."""
 
     def add(self, hidden: Tensor) -> None:
         """hidden: [n, hidden_size] of the next n tokens."""
-
-    def vector(self) -> Tensor:
-        """[hidden_size] float32; after the last chunk."""
-
-
-class LastToken:
-    """The last token's, which has read all others."""
-
-    def add(self, hidden: Tensor) -> None:
         self._hidden = hidden[-1].float()  # in float32 it is a view of all the chunk's
 
     def vector(self) -> Tensor:
+        """[hidden_size] float32; after the last chunk."""
         return self._hidden
 
 
@@ -45,7 +36,7 @@ class MeanOfTokens:
         return self._sum / self._count
 
 
-POOLS: dict[str, Callable[[], Pool]] = {"last": LastToken, "mean": MeanOfTokens}
+POOLS: dict[str, type[LastToken | MeanOfTokens]] = {"last": LastToken, "mean": MeanOfTokens}
 
 
 class Pooling:
@@ -53,7 +44,7 @@ class Pooling:
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size  # a feature's first columns, this many, are pooled
-        self._open: dict[int, Pool] = {}
+        self._open: dict[int, LastToken | MeanOfTokens] = {}
 
     def admit(self, slot: int, kind: str) -> None:
         """kind: of ``POOLS``; "": no vector is wanted."""
