@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle import model_config
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext, Rotation
@@ -13,14 +14,6 @@ from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import HeadNorms
-from mamba_eagle.model_config import (
-    AttentionConfig,
-    LinearScaling,
-    Llama3Scaling,
-    RopeConfig,
-    WholeNorm,
-    YarnScaling,
-)
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
 
@@ -28,10 +21,10 @@ from mamba_eagle.parallel.shard import Shard, attention_heads
 class Rotary:
     """Turns positions into angles, once per forward pass; the model sets ``ctx.rotation``."""
 
-    def __init__(self, config: RopeConfig) -> None:
+    def __init__(self, config: model_config.RopeConfig) -> None:
         self.frequencies = rope_frequencies(config)  # [dim / 2]
         scaling = config.scaling
-        self.magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+        self.magnitude = scaling.magnitude if isinstance(scaling, model_config.YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
         """positions [n] int64 on any device -> angles on ``device``."""
@@ -44,25 +37,25 @@ class Rotary:
         return Rotation(cos, sin)
 
 
-def rope_frequencies(config: RopeConfig) -> Tensor:
+def rope_frequencies(config: model_config.RopeConfig) -> Tensor:
     """Radians per position of each channel pair, after scaling. [dim / 2] float32."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
         case None:
             return frequencies
-        case LinearScaling(factor):
+        case model_config.LinearScaling(factor):
             return frequencies / factor
-        case Llama3Scaling() as scaling:
+        case model_config.Llama3Scaling() as scaling:
             turns = scaling.trained_length * frequencies / (2 * math.pi)
             keep = (turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)
-        case YarnScaling() as scaling:
+        case model_config.YarnScaling() as scaling:
             keep = 1 - yarn_ramp(config, scaling)
     keep = keep.clamp(0.0, 1.0)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
+def yarn_ramp(config: model_config.RopeConfig, scaling: model_config.YarnScaling) -> Tensor:
     """How much each channel pair is slowed down (YaRN, arXiv 2309.00071). [dim / 2] float32.
 
     At most 0 for pairs that complete at least ``high_turns`` turns in the trained context, at least
@@ -87,7 +80,7 @@ class RotaryAttention(Attention):
 
     def __init__(
         self,
-        config: AttentionConfig,
+        config: model_config.AttentionConfig,
         hidden_size: int,
         index: int,
         norm_eps: float,
@@ -111,7 +104,7 @@ class GatedAttention(RotaryAttention):
     query head, [n, heads, query and gate]."""
 
     def __init__(
-        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+        self, config: model_config.AttentionConfig, hidden_size: int, index: int, norm_eps: float
     ) -> None:
         super().__init__(config, hidden_size, index, norm_eps)
         width = 2 * config.num_heads * config.head_dim
@@ -130,7 +123,7 @@ class GatedAttention(RotaryAttention):
 
 
 def make_attention(
-    config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+    config: model_config.AttentionConfig, hidden_size: int, index: int, norm_eps: float
 ) -> Attention:
     """Attention with rotary position encoding if ``config.rope`` is set, otherwise without."""
     if config.rope is None:
@@ -142,7 +135,7 @@ class HeadsNorm(Layer):
     """An RMS norm over all heads at once, of which ranks add up the squares: x [n, heads, D], of a
     rank's heads."""
 
-    def __init__(self, norm: WholeNorm, head_dim: int, eps: float) -> None:
+    def __init__(self, norm: model_config.WholeNorm, head_dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(len(norm.copies) * head_dim))
         self.size, self.eps = norm.heads * head_dim, eps
@@ -162,7 +155,7 @@ class WholeNormAttention(Attention):
     """With norms over all heads of queries, and of keys, at once, as in Olmo-Hybrid."""
 
     def __init__(
-        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+        self, config: model_config.AttentionConfig, hidden_size: int, index: int, norm_eps: float
     ) -> None:
         super().__init__(config, hidden_size, index)
         assert config.whole_norms is not None

@@ -14,14 +14,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.drafting.base import (
-    Drafter,
-    DraftSource,
-    FolderSource,
-    KeyedNoise,
-    NoDrafter,
-    StepPart,
-)
+from mamba_eagle.drafting import base as drafting
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as
@@ -67,18 +60,20 @@ class EarlierStageChooser(Chooser):
         tree.ancestors.copy_(arrived.ancestors)
 
 
-class DrafterElsewhere(NoDrafter):
+class DrafterElsewhere(drafting.NoDrafter):
     """Of the stages before the last one, which has the drafter."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+    def propose(
+        self, slots: Tensor, part: drafting.StepPart, noise: drafting.KeyedNoise | None
+    ) -> Tree:
         """Room for the trees."""
         return empty_trees(len(slots), part.shape.nodes, self.device)
 
 
-def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
+def agree_on_drafting(drafter: drafting.Drafter, stages: Group) -> None:
     """All stages get trees within their captured steps, or all of them before; and all work at the
     same time, or take turns."""
     found = stages.smallest([drafter.on_device, not drafter.learns_from_all])
@@ -96,7 +91,7 @@ def own_part(
     config: EngineConfig,
     model: ModelConfig,
     split: Split | None,
-    source: DraftSource | None,
+    source: drafting.DraftSource | None,
     backend: Backend,
     ranks: Ranks,
 ) -> ModelConfig:
@@ -123,7 +118,7 @@ def stage_weights(
     config: EngineConfig,
     model: ModelConfig,
     split: Split,
-    source: DraftSource | None,
+    source: drafting.DraftSource | None,
     backend: Backend,
 ) -> Weights:
     """What layers are balanced by: weights in the model's dtype, and a state for each request that
@@ -142,7 +137,7 @@ def stage_weights(
     last = parameter_bytes(whole.lm_head)
     if source is not None:
         last += 0 if model.tie_word_embeddings else embedding
-    if isinstance(source, FolderSource):
+    if isinstance(source, drafting.FolderSource):
         with created_as(backend.dtype, torch.device("meta")):
             last += parameter_bytes(source.module())
     return Weights(layers, embedding, last)

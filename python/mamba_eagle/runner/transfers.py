@@ -14,17 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle import message
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.weights import META, matrix_layers
-from mamba_eagle.message import (
-    AskRanks,
-    JoinGroup,
-    LeaveGroup,
-    RankReply,
-    SumWeights,
-    TakeTensors,
-    TensorInfo,
-)
 from mamba_eagle.models.loader import place_of
 from mamba_eagle.models.received import add_part, transfer_problems
 from mamba_eagle.models.registry import model_class, read_model_config
@@ -35,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mamba_eagle.runner")
 Checksums = dict[str, str]  # by tensor
-ForGroup = JoinGroup | LeaveGroup | TakeTensors
+ForGroup = message.JoinGroup | message.LeaveGroup | message.TakeTensors
 
 
 class Member(NamedTuple):
@@ -56,20 +48,20 @@ class Transfers:
         self._busy: set[str] = set()  # groups
 
     def begin(
-        self, asked: AskRanks, config: EngineConfig, modules: dict[str, nn.Module]
+        self, asked: message.AskRanks, config: EngineConfig, modules: dict[str, nn.Module]
     ) -> Future[Checksums]:
         """config: with the folders that are served. modules: those with weights."""
         made, task = Future[Checksums](), asked.task
-        if isinstance(task, SumWeights):
+        if isinstance(task, message.SumWeights):
             work = partial(checksums, held_weights(modules))
         else:
             work = partial(self._alone, task, config)
         threading.Thread(target=_finish, args=(made, work), name="transfer", daemon=True).start()
         return made
 
-    def answer(self, asked: AskRanks, made: Future[Checksums]) -> RankReply:
+    def answer(self, asked: message.AskRanks, made: Future[Checksums]) -> message.RankReply:
         """made: of ``begin``, and done."""
-        reply = RankReply(call_id=asked.call_id, rank=self.member.number)
+        reply = message.RankReply(call_id=asked.call_id, rank=self.member.number)
         try:
             reply.checksums = made.result()
         except Exception as error:
@@ -86,9 +78,9 @@ class Transfers:
             raise ValueError(f"group {task.group!r} is busy: wait for the answer to that call")
         self._busy.add(task.group)
         try:
-            if isinstance(task, JoinGroup):
+            if isinstance(task, message.JoinGroup):
                 self._join(task)
-            elif isinstance(task, LeaveGroup):
+            elif isinstance(task, message.LeaveGroup):
                 self._group(task.group).leave()
                 del self.groups[task.group]
             else:
@@ -97,7 +89,7 @@ class Transfers:
             self._busy.remove(task.group)
         return {}
 
-    def _join(self, asked: JoinGroup) -> None:
+    def _join(self, asked: message.JoinGroup) -> None:
         # takes a while to import, and few servers have a trainer
         from mamba_eagle.parallel.trainer_group import TrainerGroup
 
@@ -110,7 +102,7 @@ class Transfers:
             raise ValueError(f"group {name!r} was not joined, or has failed: init it first")
         return self.groups[name]
 
-    def _take(self, asked: TakeTensors, group: TrainerGroup, config: EngineConfig) -> None:
+    def _take(self, asked: message.TakeTensors, group: TrainerGroup, config: EngineConfig) -> None:
         kept: dict[str, Tensor] = {}
         try:
             if wrong := take_problems(asked, config):
@@ -134,7 +126,7 @@ def _finish(made: Future[Checksums], work: Callable[[], Checksums]) -> None:
         made.set_exception(error)
 
 
-def take_problems(asked: TakeTensors, config: EngineConfig) -> list[str]:
+def take_problems(asked: message.TakeTensors, config: EngineConfig) -> list[str]:
     path = config.speculative_draft_model_path if asked.is_drafter else config.model_path
     if not path or config.load_format == "dummy":
         return ["this server has no files of such weights"]
@@ -148,9 +140,9 @@ def take_problems(asked: TakeTensors, config: EngineConfig) -> list[str]:
     return transfer_problems(path, asked.tensors, is_unused)
 
 
-def chunks(tensors: list[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
+def chunks(tensors: list[message.TensorInfo], most: int) -> Iterator[list[message.TensorInfo]]:
     """Those that travel together: each alone, or as many as it takes to exceed ``most`` bytes."""
-    together: list[TensorInfo] = []
+    together: list[message.TensorInfo] = []
     size = 0
     for tensor in tensors:
         together.append(tensor)
@@ -162,13 +154,13 @@ def chunks(tensors: list[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
         yield together
 
 
-def num_bytes(tensor: TensorInfo) -> int:
+def num_bytes(tensor: message.TensorInfo) -> int:
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     return prod(tensor.shape) * dtype.itemsize
 
 
 def receive(
-    group: TrainerGroup, chunk: list[TensorInfo], device: torch.device
+    group: TrainerGroup, chunk: list[message.TensorInfo], device: torch.device
 ) -> dict[str, Tensor]:
     """By name, on the host."""
     sizes = [num_bytes(tensor) for tensor in chunk]

@@ -5,17 +5,9 @@ from contextlib import nullcontext
 
 import torch
 
+from mamba_eagle import message
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.message import (
-    AnchorMove,
-    DecodeBatch,
-    FirstChunk,
-    JournalPart,
-    Plan,
-    PrefillItem,
-    Release,
-)
 from mamba_eagle.message.indices import indices
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.steps.graphs import RehearsedSteps
@@ -76,7 +68,7 @@ def _rehearse_layers(runner: ModelRunner) -> None:
 
 def warm_up_plans(
     shape: TreeShape, has_journals: bool, adapter: int, processed: Callable[[], int]
-) -> Iterator[Plan]:
+) -> Iterator[message.Plan]:
     """Make two tokens with logprobs, greedy and then sampled, and keep the request's rows; with
     journal slots (``has_journals``) also save them and replay them.
 
@@ -89,13 +81,13 @@ def warm_up_plans(
             not finite accepts none in a step, and then there is no row to fold.
     """
     for temperature, top_k in ((0.0, -1), (1.0, 2)):
-        prompt = PrefillItem(
+        prompt = message.PrefillItem(
             slot=0,
             state_slot=0,
             start=0,
             token_ids=indices([0]),
             kv_slots=indices([0]),
-            first=FirstChunk(
+            first=message.FirstChunk(
                 sampling=SamplingParams(
                     temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
                 ),
@@ -107,10 +99,12 @@ def warm_up_plans(
         )
         moves = []
         if has_journals:
-            prompt.journal = JournalPart(0, 0, 1)
+            prompt.journal = message.JournalPart(0, 0, 1)
             prompt.trail = 0
-            moves = [AnchorMove(prompt.journal, state_slot=0)]
-        tree = DecodeBatch(shape=shape, slots=[0], kv_slots=[list(range(1, 1 + shape.nodes))])
-        yield Plan(step=0, prefill=[prompt])
-        yield Plan(step=0, decode=tree)
-        yield Plan(step=0, releases=[Release(0, fold_to=processed())], moves=moves)
+            moves = [message.AnchorMove(prompt.journal, state_slot=0)]
+        tree = message.DecodeBatch(
+            shape=shape, slots=[0], kv_slots=[list(range(1, 1 + shape.nodes))]
+        )
+        yield message.Plan(step=0, prefill=[prompt])
+        yield message.Plan(step=0, decode=tree)
+        yield message.Plan(step=0, releases=[message.Release(0, fold_to=processed())], moves=moves)

@@ -16,25 +16,9 @@ from torch import nn
 # torch.profiler's own imports torch's compiler first, which takes seconds beside running requests.
 from torch.autograd.profiler import profile
 
+from mamba_eagle import message
 from mamba_eagle.backend.place import Place
 from mamba_eagle.lora.slots import HostAdapter
-from mamba_eagle.message import (
-    AdapterRead,
-    AskRanks,
-    ChangeModel,
-    CompileGrammar,
-    Done,
-    DropAdapter,
-    FromRunner,
-    GrammarCompiled,
-    Plan,
-    Profile,
-    ProfileReply,
-    ReadAdapter,
-    Shutdown,
-    SimulateAcceptance,
-    ToRunner,
-)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.pulse import Pulse
@@ -58,10 +42,10 @@ class StepProfiler:
         self._most = 0
         self._running: profile | None = None
 
-    def answer(self, asked: Profile) -> ProfileReply:
+    def answer(self, asked: message.Profile) -> message.ProfileReply:
         """Begins a trace, or with 0 steps ends it."""
         problem = self._start(asked.path, asked.steps) if asked.steps else self._stop()
-        return ProfileReply(
+        return message.ProfileReply(
             call_id=asked.call_id, path=self.path, steps=self.steps, problem=problem
         )
 
@@ -102,7 +86,7 @@ class UnderWay(NamedTuple):
     """Work in a thread beside the steps: a grammar, an adapter, or what a trainer sends."""
 
     made: Future[Any]
-    answer: Callable[[], FromRunner]  # called once it is done
+    answer: Callable[[], message.FromRunner]  # called once it is done
 
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
@@ -123,10 +107,10 @@ class Worker:
         self.runner, self.rank = runner, rank
         self.renewal = Renewal(runner)
         self.answers = rank == runner.config.answering_rank
-        self.plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
-        self.results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
+        self.plans: Receiver[message.ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
+        self.results: Sender[message.FromRunner] = Sender(context, socket_dir, "from_runner")
         self.pulse = Pulse(socket_dir, runner.backend.place.on_host, rank)
-        self.received: deque[ToRunner] = deque()  # and not yet handled
+        self.received: deque[message.ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.ranks, self.constraints = runner.parts.ranks, runner.constraints
         self.beside: list[UnderWay] = []
@@ -141,27 +125,27 @@ class Worker:
 
         Raises: ConfigError if other weights could not be loaded, when the old ones are gone.
         """
-        while not isinstance(message := self._next(), Shutdown):
-            if isinstance(message, SimulateAcceptance):
-                self.runner.simulate_accept_length(message.length)
-            elif isinstance(message, Profile):
+        while not isinstance(asked := self._next(), message.Shutdown):
+            if isinstance(asked, message.SimulateAcceptance):
+                self.runner.simulate_accept_length(asked.length)
+            elif isinstance(asked, message.Profile):
                 if self.rank == 0:  # the others' steps are the same
-                    self.results.send(self.profiler.answer(message))
-            elif isinstance(message, ChangeModel):
-                self._change(message)
-            elif isinstance(message, CompileGrammar):
-                self._compile(message)
-            elif isinstance(message, ReadAdapter):
-                read = self.reader.submit(self.runner.adapters.read, message.path)
-                self.beside.append(UnderWay(read, partial(self._keep, message.number, read)))
-            elif isinstance(message, DropAdapter):
-                self.runner.adapters.drop(message.number)
-            elif isinstance(message, AskRanks):
-                made = self.transfers.begin(message, self.renewal.config, self._modules())
-                answer = partial(self.transfers.answer, message, made)
+                    self.results.send(self.profiler.answer(asked))
+            elif isinstance(asked, message.ChangeModel):
+                self._change(asked)
+            elif isinstance(asked, message.CompileGrammar):
+                self._compile(asked)
+            elif isinstance(asked, message.ReadAdapter):
+                read = self.reader.submit(self.runner.adapters.read, asked.path)
+                self.beside.append(UnderWay(read, partial(self._keep, asked.number, read)))
+            elif isinstance(asked, message.DropAdapter):
+                self.runner.adapters.drop(asked.number)
+            elif isinstance(asked, message.AskRanks):
+                made = self.transfers.begin(asked, self.renewal.config, self._modules())
+                answer = partial(self.transfers.answer, asked, made)
                 self.beside.append(UnderWay(made, answer))
-            elif message is not None:
-                self._launch(message)
+            elif asked is not None:
+                self._launch(asked)
             while self.launched and self.launched[0].done:
                 self._send_result()
             for each in [each for each in self.beside if each.made.done()]:
@@ -178,14 +162,14 @@ class Worker:
         self.runner = runner
         runner.before_waiting = self._send_all
 
-    def _change(self, asked: ChangeModel) -> None:
+    def _change(self, asked: message.ChangeModel) -> None:
         """Only between steps: the scheduler waits for the answer."""
         self._send_all()
         problem = self.renewal.change(asked, self._let_go)
         if self.renewal.runner is not None:
             self._adopt(self.renewal.runner)
         if self.answers:
-            self.results.send(Done(call_id=asked.call_id, problem=problem))
+            self.results.send(message.Done(call_id=asked.call_id, problem=problem))
 
     def _modules(self) -> dict[str, nn.Module]:
         """Those with weights, by what stands before the names of these."""
@@ -202,28 +186,28 @@ class Worker:
     def _let_go(self) -> None:
         del self.runner
 
-    def _compile(self, asked: CompileGrammar) -> None:
+    def _compile(self, asked: message.CompileGrammar) -> None:
         if self.ranks.samples:  # earlier stages follow no grammars
             made = self.constraints.matchers.compile(asked.text)
             if self.answers:
-                answer = partial(GrammarCompiled, number=asked.number)
+                answer = partial(message.GrammarCompiled, number=asked.number)
                 self.beside.append(UnderWay(made, answer))
 
-    def _keep(self, number: int, read: Future[HostAdapter]) -> AdapterRead:
+    def _keep(self, number: int, read: Future[HostAdapter]) -> message.AdapterRead:
         problem = ""
         try:
             self.runner.adapters.keep(number, read.result())
         except Exception as error:  # no folder may end what others are served by
             problem = str(error) or type(error).__name__
-        return AdapterRead(number=number, problem=problem)
+        return message.AdapterRead(number=number, problem=problem)
 
-    def _next(self) -> ToRunner | None:
+    def _next(self) -> message.ToRunner | None:
         """The next message; None if the oldest launched step is done before one comes, if work
         beside the steps may be, or if the next plan's launch can wait for those after it."""
-        if not self.received and (message := self._wait()) is not None:
-            self.received.append(message)
-        while self._drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
-            self.received.append(message)
+        if not self.received and (asked := self._wait()) is not None:
+            self.received.append(asked)
+        while self._drafts_ahead and (asked := self.plans.receive(timeout_ms=0)):
+            self.received.append(asked)
         if self._can_wait:
             self.runner.look_ahead(self._received_plans)
             time.sleep(POLL_SECONDS)
@@ -235,8 +219,8 @@ class Worker:
         return self.renewal.runner is not None and self.runner.drafts_ahead
 
     @property
-    def _received_plans(self) -> list[Plan]:
-        return [message for message in self.received if isinstance(message, Plan)]
+    def _received_plans(self) -> list[message.Plan]:
+        return [each for each in self.received if isinstance(each, message.Plan)]
 
     @property
     def _can_wait(self) -> bool:
@@ -247,10 +231,10 @@ class Worker:
         if not (self.launched and 0 < len(self.received) < expected):
             return False
         newest, following = self.launched[-1], self.received[0]
-        others_work = isinstance(following, Plan) and following.after < newest.number
+        others_work = isinstance(following, message.Plan) and following.after < newest.number
         return others_work and not newest.done
 
-    def _wait(self) -> ToRunner | None:
+    def _wait(self) -> message.ToRunner | None:
         plans = self.plans
         if not self.launched:
             if self.beside:
@@ -264,7 +248,7 @@ class Worker:
             time.sleep(POLL_SECONDS)
         return plan
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: message.Plan) -> None:
         try:
             with self.pulse.launching():
                 self.runner.look_ahead([plan, *self._received_plans])
