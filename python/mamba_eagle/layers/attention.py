@@ -1,27 +1,39 @@
-"""Grouped-query attention. The context stores keys and values; rotary.py adds RoPE."""
+"""Grouped-query attention. The context stores keys and values, and has the angles of RoPE."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.linear import JoinedLayer, Linear
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import HeadNorms
 from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
 class Attention(JoinedLayer):
-    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size], of a rank's
-    heads a part of the sum.
+    """hidden [n, input size] -> [n, hidden_size], of a rank's heads a part of the sum. With
+    ``config.rope`` queries and keys are rotated by position, after a norm of each head if
+    ``config.head_norm``.
 
     ``index`` is the layer's index among the attention layers, and so in the KV pool. ``input_size``
     is the width of the input if it differs from ``hidden_size`` (EAGLE-3 has two inputs).
     """
 
+    q_norm: Any
+    k_norm: Any
+
     def __init__(
-        self, config: AttentionConfig, hidden_size: int, index: int, input_size: int = 0
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        index: int,
+        norm_eps: float,
+        input_size: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -32,6 +44,9 @@ class Attention(JoinedLayer):
         self.k_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.v_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
+        if config.head_norm:
+            self.q_norm = RMSNorm(config.head_dim, norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, norm_eps)
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         own, dim = attention_heads(shard, self.config), self.config.head_dim
@@ -72,5 +87,11 @@ class Attention(JoinedLayer):
         return [projection(hidden).unflatten(-1, (-1, c.head_dim)) for projection in each]
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Apply the position encoding to q [n, heads, D] and k [n, kv_heads, D]; none here."""
-        return q, k
+        """Apply norms and the position encoding to q [n, heads, D] and k [n, kv_heads, D]."""
+        if self.config.rope is None:
+            return q, k
+        norms = None
+        if self.config.head_norm:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        assert ctx.rotation is not None, "the model sets it before its layers run"
+        return self._ops.place_heads(q, k, *ctx.rotation, norms)

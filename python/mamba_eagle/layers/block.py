@@ -14,7 +14,6 @@ from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 
@@ -53,7 +52,7 @@ class Block(ResidualLayer):
             self.mixer = Mamba2Mixer(config.recurrence, config.hidden_size, index, config.norm_eps)
         elif kind == "attention":
             assert config.attention is not None
-            self.mixer = Attention(config.attention, config.hidden_size, index)
+            self.mixer = Attention(config.attention, config.hidden_size, index, config.norm_eps)
         elif kind == "moe":
             assert config.moe is not None
             self.mixer = LatentMoE(config.moe, config.hidden_size, config.mlp_bias)
@@ -96,7 +95,7 @@ class PreNormLayer(ResidualLayer):
     Mixers are made of their config, the hidden size, the index and the norms' epsilon."""
 
     names = LayerNames()
-    attention: ClassVar[Any] = staticmethod(make_attention)
+    attention: ClassVar[Any] = Attention
     recurrent: ClassVar[Any] = Mamba2Mixer
     experts: ClassVar[Any]  # in place of the MLP where ``is_sparse``
 

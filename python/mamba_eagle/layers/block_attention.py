@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
-from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
-class BlockAttention(RotaryAttention):
+class BlockAttention(Attention):
     """The rows of a block see each other and the context, which consists of keys and values alone.
 
     ``window``: a row sees positions less than this far from its own; 0: all. ``causal``: a row sees

@@ -1,5 +1,5 @@
 """Rotary position encoding (arXiv 2104.09864) of all channels of a head, or of the first ones, and
-the forms of attention that have it: plain, with a gate, with norms of all heads at once."""
+forms of attention: with a gate, with norms of all heads at once."""
 
 import math
 
@@ -12,8 +12,6 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import HeadNorms
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard, attention_heads
 
@@ -74,32 +72,7 @@ def yarn_ramp(config: model_config.RopeConfig, scaling: model_config.YarnScaling
     return (pairs - first) / max(last - first, 1e-3)
 
 
-class RotaryAttention(Attention):
-    """Attention whose queries and keys are rotated by position, after a norm of each head if
-    ``config.head_norm``."""
-
-    def __init__(
-        self,
-        config: model_config.AttentionConfig,
-        hidden_size: int,
-        index: int,
-        norm_eps: float,
-        input_size: int = 0,
-    ) -> None:
-        super().__init__(config, hidden_size, index, input_size)
-        if config.head_norm:
-            self.q_norm = RMSNorm(config.head_dim, norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, norm_eps)
-
-    def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        norms = None
-        if self.config.head_norm:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        assert ctx.rotation is not None, "the model sets it before its layers run"
-        return self._ops.place_heads(q, k, *ctx.rotation, norms)
-
-
-class GatedAttention(RotaryAttention):
+class GatedAttention(Attention):
     """One whose output passes a sigmoid gate, as in Qwen3-Next: ``q_proj`` makes a gate beside each
     query head, [n, heads, query and gate]."""
 
@@ -120,15 +93,6 @@ class GatedAttention(RotaryAttention):
         q, k = self.place(q, k, ctx)
         seen = ctx.attention(self, q, k, v)
         return self.o_proj(self._ops.gate_by_sigmoid(seen, gate).flatten(1))
-
-
-def make_attention(
-    config: model_config.AttentionConfig, hidden_size: int, index: int, norm_eps: float
-) -> Attention:
-    """Attention with rotary position encoding if ``config.rope`` is set, otherwise without."""
-    if config.rope is None:
-        return Attention(config, hidden_size, index)
-    return RotaryAttention(config, hidden_size, index, norm_eps)
 
 
 class HeadsNorm(Layer):
@@ -157,7 +121,7 @@ class WholeNormAttention(Attention):
     def __init__(
         self, config: model_config.AttentionConfig, hidden_size: int, index: int, norm_eps: float
     ) -> None:
-        super().__init__(config, hidden_size, index)
+        super().__init__(config, hidden_size, index, norm_eps)
         assert config.whole_norms is not None
         queries, keys = config.whole_norms
         self.q_norm = HeadsNorm(queries, config.head_dim, norm_eps)
@@ -169,8 +133,4 @@ class WholeNormAttention(Attention):
         return {**super().cuts(shard), "q_norm.weight": q, "k_norm.weight": k}
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.rope is None:
-            return q, k
-        assert ctx.rotation is not None, "the model sets it before its layers run"
-        return self._ops.place_heads(q, k, *ctx.rotation, None)
+        return super().place(self.q_norm(q), self.k_norm(k), ctx)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.draft_vocabulary import DraftVocabularyModel
@@ -35,7 +35,7 @@ class Eagle3Layer(Layer):
         assert config.attention is not None
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = RotaryAttention(config.attention, size, 0, eps, input_size=2 * size)
+        self.self_attn = Attention(config.attention, size, 0, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
         self.total = Total()

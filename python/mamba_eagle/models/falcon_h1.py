@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import GatedMLP
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
@@ -30,7 +30,7 @@ class FalconH1Layer(Layer):
         assert isinstance(config.recurrence, Mamba2Config) and config.attention is not None
         self.input_layernorm = RMSNorm(size, eps)
         self.mamba = Mamba2Mixer(config.recurrence, size, index, eps)
-        self.self_attn = make_attention(config.attention, size, index, eps)
+        self.self_attn = Attention(config.attention, size, index, eps)
         self.pre_ff_layernorm = RMSNorm(size, eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
         self.total = Total()

@@ -32,9 +32,9 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import GatedMLP, PackedGatedMLP, ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
-from mamba_eagle.layers.rotary import GatedAttention, RotaryAttention, WholeNormAttention
+from mamba_eagle.layers.rotary import GatedAttention, WholeNormAttention
 
-ATTENTIONS = (Attention, RotaryAttention, GatedAttention, WholeNormAttention)
+ATTENTIONS = (Attention, GatedAttention, WholeNormAttention)
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
 
@@ -172,7 +172,7 @@ class Builder(Calls):
             "columns": width, "heads": c.num_heads, "kv_heads": c.num_kv_heads,
             "head_dim": c.head_dim, "each": 2 if gated else 1,
         }  # fmt: skip
-        if isinstance(attention, (RotaryAttention, WholeNormAttention)):
+        if c.rope is not None or isinstance(attention, WholeNormAttention):
             self._place_heads(attention, sizes)
         own = abi.Attention(scale=attention.scale, kv_slots=keys.shape[0], **sizes)
         call = self.call(
@@ -195,9 +195,7 @@ class Builder(Calls):
             self.rounded(rounding, attention.o_proj)
         return self.product(attention.o_proj, "inputs", "made")
 
-    def _place_heads(
-        self, attention: RotaryAttention | WholeNormAttention, sizes: dict[str, int]
-    ) -> None:
+    def _place_heads(self, attention: Attention, sizes: dict[str, int]) -> None:
         c, whole = attention.config, isinstance(attention, WholeNormAttention)
         own = abi.PlaceHeads(**sizes, whole=whole)
         work = sizes["columns"] * NS_PER_NUMBER

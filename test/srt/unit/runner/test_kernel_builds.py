@@ -304,7 +304,7 @@ def test_products_of_several_projections_ask_for_no_kernel_that_they_did_not_reh
     if kind == "mlp":
         layer = GatedMLP(size, 1024, bias=True)
     else:
-        layer = Attention(AttentionConfig(64, 32, 16, bias=True), size, 0)
+        layer = Attention(AttentionConfig(64, 32, 16, bias=True), size, 0, 1e-5)
     prepare_for_inference(layer.bfloat16().requires_grad_(False), TritonOps())
     joined = layer.products[0] if isinstance(layer, GatedMLP) else layer.qkv
     assert joined is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block import Block
 from mamba_eagle.layers.context import ForwardContext, FullSequenceContext
 from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.rotary import Rotary, RotaryAttention
+from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, RopeConfig
 from mamba_eagle.train.heads.base import initialize
 from mamba_eagle.train.heads.unrolled import UnrolledContext, shift
@@ -29,7 +31,7 @@ def block(kind: str) -> Block:
 
 def rotary_block(kind: str) -> Block:
     made = block("attention")
-    made.mixer = RotaryAttention(ATTENTION, SIZE, 0, 1e-5)
+    made.mixer = Attention(replace(ATTENTION, rope=ROPE), SIZE, 0, 1e-5)
     return made
 
 
