@@ -37,15 +37,6 @@ def draft_rows(config: DraftSettings) -> int:
     return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
-def own_states(network: DraftNetwork, parts: DraftParts) -> StatePool:
-    """The network's, in the target's state slots."""
-    config, net, backend = parts.config, network.config, parts.backend
-    dtype = getattr(torch, config.mamba_ssm_dtype)
-    rounding = backend.state_rounding(config.mamba_ssm_rounding, dtype, parts.table)
-    sizes = (net.num_recurrent_layers, parts.state_slots, net.recurrence, network.carry_size)
-    return StatePool(*sizes, rounding, backend.dtype, backend.device)
-
-
 def bare_roots(tokens: Tensor, shape: TreeShape) -> Tree:
     """Trees of which only the roots are known: tokens [b] int64."""
     trees = empty_trees(len(tokens), shape.nodes, tokens.device)
@@ -74,15 +65,18 @@ class ModelDrafter(QueueingDrafter):
         super().__init__(parts, kv, most, network.feature_size)
         self.network = network
         self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
-        self.pool = own_states(network, parts)
         layers, carry = net.num_recurrent_layers, network.carry_size
+        dtype = getattr(torch, config.mamba_ssm_dtype)
+        rounding = backend.state_rounding(config.mamba_ssm_rounding, dtype, parts.table)
+        sizes = (layers, parts.state_slots, net.recurrence, carry)  # in the target's state slots
+        self.pool = StatePool(*sizes, rounding, backend.dtype, backend.device)
         size = SchemeSize(layers, carry, draft_rows(config), most, most, self.max_lanes)
         self.scheme = backend.state_scheme("deferred", net.recurrence, size, parts.table, self.pool)
-        self.carry = self.pool.feature.new_zeros(requests, network.carry_size)
+        self.carry = self.pool.feature.new_zeros(requests, carry)
         self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or backend.attention_on_device
         on_device = self.scheme.on_device and attends
-        self.recurrent = net.recurrence is not None or network.carry_size > 0
+        self.recurrent = net.recurrence is not None or carry > 0
         self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
         self.growth = Growth(network, self.vocabulary, parts, self.scheme, self.kv, self.max_lanes)

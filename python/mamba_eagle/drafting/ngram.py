@@ -84,12 +84,9 @@ class NgramIndex:
 
         tree: arrays to write to, shaped and typed like the fields of ``tree.tree.Tree``.
         """
-        cpu.draft(
-            *(self.nodes, self.buckets, self.state),
-            *(self.finished, self.roots, self.texts, self.lengths, self.counted),
-            *(np.array(slots), self.depth, shape.topk, shape.depth),
-            *tree,
-        )
+        trie, depths = (self.nodes, self.buckets, self.state), (shape.topk, shape.depth)
+        texts = (self.finished, self.roots, self.texts, self.lengths, self.counted)
+        cpu.draft(trie, *texts, np.array(slots), self.depth, *depths, tree)
 
     @property
     def num_bytes(self) -> int:

@@ -250,31 +250,16 @@ def _grow(nodes, buckets, contexts, topk, max_depth, picked, scores, children):
 
 
 @kernel
-def draft(
-    nodes,
-    buckets,
-    state,
-    finished,
-    roots,
-    texts,
-    lengths,
-    counted,
-    slots,
-    depth,
-    topk,
-    max_depth,
-    out_tokens,
-    out_parents,
-    out_depths,
-    out_ancestors,
-    out_scores,
-):
+def draft(trie, finished, roots, texts, lengths, counted, slots, depth, topk, max_depth, tree):
     """A tree for each request of ``slots`` [b] int64.
 
-    finished: the root of the n-grams of finished requests; roots, lengths, counted [R] int64, texts
-    [R, positions] int32. The part of each text that was not counted yet is counted first.
-    Out: the fields of a Tree, [b, T] and ancestors [b, T, T].
+    trie: nodes, buckets, state. finished: the root of the n-grams of finished requests; roots,
+    lengths, counted [R] int64, texts [R, positions] int32. The part of each text that was not
+    counted yet is counted first.
+    Out: tree, the fields of a Tree, [b, T] and ancestors [b, T, T].
     """
+    nodes, buckets, state = trie
+    out_tokens, out_parents, out_depths, out_ancestors, out_scores = tree
     b, T = out_tokens.shape
     contexts = np.empty((T, depth, 2), np.int64)
     picked, place = np.empty((T, 3), np.int64), np.empty(T, np.int64)

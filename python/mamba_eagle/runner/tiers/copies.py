@@ -25,32 +25,20 @@ PATIENCE_SECONDS = 0.002  # that a plan without steps waits for copies
 STAGED_BYTES = 1 << 30  # that wait on the device for their way to the host, about
 
 
-class Launch(NamedTuple):
-    """A copy under way: on the device's side stream, or in the thread of the disk."""
+class InThread(NamedTuple):
+    """A copy under way in the thread of the disk."""
 
-    at: Timestamp | None
-    done: Future[None] | None
-
-    @property
-    def ended(self) -> bool:
-        return self.done.done() if self.done is not None else self._stamp.reached
+    work: Future[None]
 
     @property
-    def _stamp(self) -> Timestamp:
-        assert self.at is not None
-        return self.at
+    def reached(self) -> bool:
+        return self.work.done()
 
-    def wait(self) -> None:
-        if self.done is not None:
-            self.failure()
-        else:
-            self._stamp.wait()
-
-    def failure(self) -> OSError | None:
-        """Why the copy is lost, on all ranks; waits for its end.
+    def wait(self) -> OSError | None:
+        """Until its end. Why the copy is lost, on all ranks.
 
         Raises: what has ended this rank's exchange with the others."""
-        error = self.done.exception() if self.done is not None else None
+        error = self.work.exception()
         if error is None or isinstance(error, OSError):
             return error
         raise error
@@ -78,7 +66,8 @@ class TierCopies:
             self.thread.submit(disk.restore)
         if exports is not None:
             self.thread.submit(exports.find_facts)
-        self.launched: dict[int, Launch] = {}
+        # under way; those of the device, on its side stream, end at a time
+        self.launched: dict[int, Timestamp | InThread] = {}
         self.written = place.timestamp()  # the newest copy to the host
 
     def leave(self, plan: Plan) -> None:
@@ -101,7 +90,7 @@ class TierCopies:
                     self.host.store(units, rows)
                     self.written = self.place.timestamp()
             elif copy.target.tier != 0:
-                self.launched[copy.number] = Launch(None, self._submit(copy))
+                self.launched[copy.number] = InThread(self._submit(copy))
 
     def come(self, plan: Plan) -> None:
         """What comes to the device, after all else has read its slots."""
@@ -109,7 +98,7 @@ class TierCopies:
             if copy.target.tier == 0:
                 with self.host.beside():
                     self._write(copy.target, self.host.fetch(_units(copy.source)))
-                    self.launched[copy.number] = Launch(self.place.timestamp(), None)
+                    self.launched[copy.number] = self.place.timestamp()
 
     # ── disk, and files of other servers ──────────────────────────────────────────────────────────
 
@@ -192,15 +181,15 @@ class TierCopies:
 
     @property
     def any_ended(self) -> bool:
-        return not self.launched or any(each.ended for each in self.launched.values())
+        return not self.launched or any(each.reached for each in self.launched.values())
 
     def report(self, result: StepResult) -> None:
         """Names in ``result`` what has ended since the last call. A copy to the host has no part
         in it: it cannot fail."""
         for number, launch in list(self.launched.items()):
-            if launch.ended:
+            if launch.reached:
                 del self.launched[number]
-                error = launch.failure()
+                error = launch.wait() if isinstance(launch, InThread) else None
                 (result.lost if error is not None else result.copied).append(number)
                 if isinstance(error, (ForeignFile, DamagedUnits)):
                     result.problems[number] = str(error)
