@@ -226,9 +226,5 @@ def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
     """The dataclass from parsed flags; other flags of the parser are ignored."""
     names = {spec.name for spec in dataclasses.fields(config)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    return config(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in given.items()
-        }
-    )
+    several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return config(**{**given, **several})

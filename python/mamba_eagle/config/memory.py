@@ -75,7 +75,6 @@ class MemorySettings(Settings):
         "publishes which blocks of tokens the prefix cache could reuse, in vLLM's format over ZMQ; "
         'a JSON object, such as {"endpoint": "tcp://127.0.0.1:5557"} (default: none); prompts can '
         "be read from it",
-        may_be_empty=True,
     )
     disable_overlap_schedule: bool = setting(
         False, "wait for the result of each step before planning the next"

@@ -29,12 +29,10 @@ class TrainerGroup:
         rank, timeout = asked.first_rank + number, datetime.timedelta(seconds=asked.seconds)
         if asked.backend == "nccl":
             torch.cuda.set_device(self.device)  # of this thread
+        address = f"{asked.host}:{asked.port}"
         try:
-            store, _, _ = next(
-                dist.rendezvous(
-                    f"tcp://{asked.host}:{asked.port}", rank, asked.size, timeout=timeout
-                )
-            )
+            found = dist.rendezvous(f"tcp://{address}", rank, asked.size, timeout=timeout)
+            store, _, _ = next(found)
             store.set_timeout(timeout)
             self.group, _ = c10d._new_process_group_helper(
                 asked.size,
@@ -50,9 +48,9 @@ class TrainerGroup:
             c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(asked.size)}
         except dist.DistError as error:
             raise TimeoutError(
-                f"group {asked.group!r}: {asked.size} members did not meet at "
-                f"{asked.host}:{asked.port} within {asked.seconds:g} s: start the trainer's "
-                f"side at the same time, with the same address and world_size ({error})"
+                f"group {asked.group!r}: {asked.size} members did not meet at {address} within "
+                f"{asked.seconds:g} s: start the trainer's side at the same time, with the same "
+                f"address and world_size ({error})"
             ) from error
 
     def receive(self, room: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from mamba_eagle.models.registry import model_class
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems
-from mamba_eagle.runner import loading
+from mamba_eagle.runner import loading, stages
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, matchers_for
@@ -32,14 +32,6 @@ from mamba_eagle.runner.model_runner import ModelRunner, Parts
 from mamba_eagle.runner.pools import Pools, context_length, make_pools
 from mamba_eagle.runner.ranks import ONE_RANK, Ranks
 from mamba_eagle.runner.sampling_state import SamplingState
-from mamba_eagle.runner.stages import (
-    ConstraintsElsewhere,
-    DrafterElsewhere,
-    EarlierStageChooser,
-    agree_on_drafting,
-    mail_for,
-    own_part,
-)
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.runner.sums import sums_for
@@ -63,21 +55,21 @@ def assemble(
 
     Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
     """
-    group, stages = ranks.group, ranks.stages
+    group = ranks.group
     whole = loading.whole_model(config)
-    wrong = split_problems(whole, group.size) + size_problems(whole, stages.size)
-    if config.enable_return_routed_experts and (whole.moe is None or stages.size > 1):
+    wrong = split_problems(whole, group.size) + size_problems(whole, ranks.stages.size)
+    if config.enable_return_routed_experts and (whole.moe is None or ranks.stages.size > 1):
         wrong.append("--enable-return-routed-experts: needs experts, and --pp-size 1: leave it out")
     if wrong:
         raise ConfigError(wrong)
     backend = loading.backend_for(config, whole, ranks.number)
     source = loading.draft_source_for(config, whole, group.shard, backend)
-    split = loading.split_of(whole, group.shard, stages.size, backend.dtype)
-    own = own_part(config, whole, split, source, backend, ranks)
+    split = loading.split_of(whole, group.shard, ranks.stages.size, backend.dtype)
+    own = stages.own_part(config, whole, split, source, backend, ranks)
     backend.prepare_builds(f"{config} {own}")
     length = context_length(config, own)
     load = loading.Loader(config, backend)
-    ops = backend.layer_ops.over(group, stages)
+    ops = backend.layer_ops.over(group, ranks.stages)
     model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
     group.sums = sums_for(config, group, backend, own.hidden_size)
     adapters = _adapter_slots(config, model, split, backend)
@@ -85,7 +77,7 @@ def assemble(
         model.tap(source.tap_layers)
     if not own.is_last_stage:
         source = None  # the last stage drafts
-    stages.mail = mail_for(config, ranks, backend, model)
+    ranks.stages.mail = stages.mail_for(config, ranks, backend, model)
     memory = plan_memory(config, model, source, backend).agreed(ranks)
     weights = f"weights {size_text(weight_bytes(model))}"
     log.info("memory:\n%s", memory_table(memory, config, weights))
@@ -96,7 +88,7 @@ def assemble(
         config, backend, model, table, memory.kv_slots, states, group, load.of_drafter()
     )
     drafter = _make_drafter(source, parts)
-    agree_on_drafting(drafter, stages)
+    stages.agree_on_drafting(drafter, ranks.stages)
     requests = config.max_running_requests + backend.place.padding_slots
     most = max(requests * config.tree_shape.nodes, config.chunked_prefill_size or 0)
     routing = Routing(model, config.enable_return_routed_experts, most, backend.place)
@@ -165,7 +157,7 @@ def _make_choice(
     samples: type[Chooser] = Chooser if ranks.group.size == 1 else ShardedChooser
     kind = Constraints
     if not model.is_last_stage:
-        samples, kind = EarlierStageChooser, ConstraintsElsewhere
+        samples, kind = stages.EarlierStageChooser, stages.ConstraintsElsewhere
     chooser = samples(sampling, ranks.group, ranks.stages)
     constraints = kind(matchers or matchers_for(config, model), backend.place)
     if ranks.group.size > 1 or ranks.stages.size > 1:
@@ -176,7 +168,7 @@ def _make_choice(
 
 def _make_drafter(source: DraftSource | None, parts: DraftParts) -> Drafter:
     if not parts.target.config.is_last_stage:
-        return DrafterElsewhere(parts.backend.device)
+        return stages.DrafterElsewhere(parts.backend.device)
     return NoDrafter() if source is None else source.make(parts)
 
 

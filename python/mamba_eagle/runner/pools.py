@@ -59,13 +59,8 @@ def make_pools(
     layers, features = sizes.num_recurrent_layers, model.feature_size
     slots = memory.state_slots + place.padding_slots
     states = StatePool(layers, slots, sizes.recurrence, features, rounding, dtype, device)
-    size = SchemeSize(
-        layers=layers,
-        features=features,
-        rows=memory.rows,
-        nodes=config.tree_shape.nodes,
-        accepts=config.tree_shape.depth + 1,
-    )
+    shape = config.tree_shape
+    size = SchemeSize(layers, features, memory.rows, shape.nodes, accepts=shape.depth + 1)
     scheme = backend.state_scheme(config.mamba_verify_mode, sizes.recurrence, size, table, states)
     mixers = [part for part in model.modules() if isinstance(part, Recurrent)]
     mixers.sort(key=lambda mixer: mixer.index)
