@@ -22,8 +22,9 @@ from mamba_eagle.quantization.matrix import DenseMatrix
 
 
 class Router(Layer):
-    """hidden [n, hidden_size] -> its routes. weight [E, hidden_size], which is multiplied in
-    float32 if ``exact``, else in its dtype."""
+    """hidden [n, hidden_size] -> its routes: the top-k logits, with weights from a softmax over
+    these alone. weight [E, hidden_size], which is multiplied in float32 if ``exact``, else in its
+    dtype."""
 
     exact = False
 
@@ -39,7 +40,7 @@ class Router(Layer):
 
     @property
     def choice(self) -> Choice:
-        raise NotImplementedError
+        return Choice(self.config.top_k)
 
     def prepare(self, ops: LayerOps) -> None:
         super().prepare(ops)
@@ -101,14 +102,6 @@ class SigmoidRouter(Router):
     def choice(self) -> Choice:
         c, bias = self.config, self.e_score_correction_bias.detach()
         return Choice(c.top_k, bias, c.num_groups, c.top_groups, c.normalize, c.scaling)
-
-
-class SoftmaxRouter(Router):
-    """The top-k logits, with weights from a softmax over these alone."""
-
-    @property
-    def choice(self) -> Choice:
-        return Choice(self.config.top_k)
 
 
 class Experts(MatrixLayer):
@@ -280,7 +273,7 @@ class GatedSharedMoE(Mixture):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        self.gate = SoftmaxRouter(config, hidden_size)
+        self.gate = Router(config, hidden_size)
         self.experts = gated_experts(config, hidden_size)
         self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1)
@@ -300,7 +293,7 @@ class GatedMoE(Mixture):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        self.router = SoftmaxRouter(config, hidden_size)
+        self.router = Router(config, hidden_size)
         self.experts = gated_experts(config, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
