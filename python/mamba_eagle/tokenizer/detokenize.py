@@ -4,12 +4,14 @@ A character may be spread over several tokens. Its bytes are held back until it 
 that text once given out never changes; ``flush`` gives what is left when a request ends.
 """
 
+from __future__ import annotations
+
 import codecs
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so of any longer run of unfinished tokens the first are invalid
@@ -20,32 +22,7 @@ LONGEST_RUN = 12
 CONTEXT = 6
 
 
-class Detokenizer(Protocol):
-    """The text of one sample."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; "" if it ends inside a character."""
-        ...
-
-    def flush(self) -> str:
-        """What was held back, incomplete characters as U+FFFD; the request has ended."""
-        ...
-
-
-class DetokenizerFactory(ABC):
-    @abstractmethod
-    def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
-        """skipped: tokens that have no text, some of the special ones."""
-
-    @abstractmethod
-    def token_text(self, token_id: int) -> str:
-        """One token alone, special tokens included; for logprobs."""
-
-    @abstractmethod
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
-def detokenizer_factory(tokenizer: Any) -> DetokenizerFactory:
+def detokenizer_factory(tokenizer: Any) -> ByteLevelFactory | WindowFactory:
     """The way to decode that fits a fast tokenizer of transformers."""
     if type(tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel":
         return ByteLevelFactory(tokenizer)
@@ -62,7 +39,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-class ByteLevelFactory(DetokenizerFactory):
+class ByteLevelFactory:
     """A table of the vocabulary's bytes; nothing of the tokenizer is called for a token."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -77,6 +54,7 @@ class ByteLevelFactory(DetokenizerFactory):
         self._tables = {frozenset[int](): self.all_bytes}  # by the tokens skipped
 
     def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
+        """skipped: tokens that have no text, some of the special ones."""
         table = self._tables.get(skipped)
         if table is None:
             table = self._tables[skipped] = list(self.all_bytes)
@@ -89,44 +67,43 @@ class ByteLevelFactory(DetokenizerFactory):
         return self.all_bytes[token_id] if token_id < len(self.all_bytes) else b""
 
     def token_text(self, token_id: int) -> str:
+        """One token alone, special tokens included; for logprobs."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class ByteLevelDetokenizer:
+    """The text of one sample."""
+
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
+        """The text that this token completes; "" if it ends inside a character."""
         table = self._table
         return self._decode(table[token_id]) if token_id < len(table) else ""
 
     def flush(self) -> str:
+        """What was held back, incomplete characters as U+FFFD; the request has ended."""
         return self._decode(b"", True)
 
 
 # ── any other tokenizer: decode a short window and give out what is new ──────────────────────
 
 
-class WindowFactory(DetokenizerFactory):
+class WindowFactory:
     """Calls the tokenizer's own decoder, but for byte-fallback tokens: see WindowDetokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.byte_values = byte_fallbacks(tokenizer)
-        self._texts: dict[int, str] = {}  # of tokens that were asked for; no more than there are
+        self.token_text = cache(lambda token_id: self.decode([token_id]))
 
     def make(self, prompt_ids: Sequence[int], skipped: frozenset[int]) -> Detokenizer:
         return WindowDetokenizer(self.decode, self.byte_values, prompt_ids, skipped)
 
     def decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
-
-    def token_text(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id])
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -152,7 +129,7 @@ def _decoder_types(state: dict[str, Any]) -> set[str]:
 
 
 class WindowDetokenizer:
-    """``ids[:known]`` is context whose text is out; ``ids[known:]`` is held back.
+    """The same: ``ids[:known]`` is context whose text is out; ``ids[known:]`` is held back.
 
     Byte-fallback tokens never enter the window: the tokenizer's decoder takes all neighbouring
     ones for one run, and spoils the whole run if it does not begin and end with a character, as
@@ -188,7 +165,8 @@ class WindowDetokenizer:
             return self._take_held() + self._push_byte(token_id)
         before = self._end_run()
         if self._begun and not self._ids:
-            self._ids = self._letter()
+            # a context for a text of bytes alone: some letter's byte, if the vocabulary has one
+            self._ids = [id_ for id_, value in self._byte_values.items() if value == ord("a")]
             self._known = len(self._ids)
         self._ids.append(token_id)
         new = self._held()
@@ -218,10 +196,6 @@ class WindowDetokenizer:
             self._known = len(self._ids)
         return new
 
-    def _letter(self) -> list[int]:
-        """A context for a text of bytes alone: some letter's byte, if the vocabulary has one."""
-        return [token for token, value in self._byte_values.items() if value == ord("a")]
-
     # ── bytes ────────────────────────────────────────────────────────────────────────────────
 
     def _push_byte(self, token_id: int) -> str:
@@ -243,3 +217,6 @@ class WindowDetokenizer:
             self._begun = True
         self._run.clear()
         return text
+
+
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
