@@ -10,7 +10,6 @@ pieces of a reply. A whole reply is made of the same pieces, so it says what the
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,18 +41,11 @@ class TextPiece:
 Piece = TextPiece | CallPiece
 
 
-class OutputParser(ABC):
-    """Takes the text of one sample as it grows."""
+class OutputParser:
+    """Takes the text of one sample as it grows: all is content."""
 
-    @abstractmethod
     def read(self, text: str, is_last: bool) -> list[Piece]:
         """What more text adds, and the end if it is the last."""
-
-
-class PlainParser(OutputParser):
-    """All is content."""
-
-    def read(self, text: str, is_last: bool) -> list[Piece]:
         return [TextPiece(CONTENT, text)] if text else []
 
 
@@ -63,7 +55,7 @@ class _Text:
     def __init__(self, field: str) -> None:
         self.field = field
         self._begun = False
-        self._held = ""  # white space that is the end unless more comes
+        self.held = ""  # white space that is the end unless more comes
 
     def take(self, text: str) -> list[Piece]:
         if not self._begun:
@@ -71,15 +63,11 @@ class _Text:
             self._begun = bool(text)
         body = text.rstrip()
         if not body:
-            self._held += text
+            self.held += text
             return []
-        piece = TextPiece(self.field, self._held + body)
-        self._held = text[len(body) :]
+        piece = TextPiece(self.field, self.held + body)
+        self.held = text[len(body) :]
         return [piece]
-
-    def forget_end(self) -> None:
-        """What comes is another's; what was held is not a part of it."""
-        self._held = ""
 
 
 class FamilyParser(OutputParser):
@@ -104,7 +92,7 @@ class FamilyParser(OutputParser):
         self._calls_left = max_calls
         self._all = prefix
         self._at = 0  # how far the events have come in it
-        self._field = CONTENT  # the part that is being written, and where it begins
+        self.field = CONTENT  # the part that is being written, and where it begins
         self._begin = 0
         self._texts = {name: _Text(name) for name in (CONTENT, REASONING)}
         self._broken = False
@@ -112,12 +100,7 @@ class FamilyParser(OutputParser):
         self._parser = _library().ResponseParser(self._form.split, prefix)
         self._take(self._parser.initial_events, ending=False)
         for text in self._texts.values():
-            text.forget_end()
-
-    @property
-    def field(self) -> str:
-        """The part that is being written."""
-        return self._field
+            text.held = ""  # what comes is another's, and that is not a part of it
 
     def read(self, text: str, is_last: bool) -> list[Piece]:
         pieces = self.feed(text)
@@ -162,7 +145,7 @@ class FamilyParser(OutputParser):
         return pieces
 
     def _open(self, name: str, field: str) -> None:
-        self._field, self._begin = field, self._at
+        self.field, self._begin = field, self._at
         if opening := self._form.opens.get(name):
             match = opening.match(self._all, self._at)
             self._at = match.end() if match else self._at
@@ -191,7 +174,7 @@ class FamilyParser(OutputParser):
         closing = self._form.closes.get(name)
         match = closing.match(self._all, self._at) if closing else None
         self._at = match.end() if match else self._at
-        self._field = CONTENT
+        self.field = CONTENT
         if field != CALLS or self._at <= self._new_from:
             return []
         if ending and closing and match is None:

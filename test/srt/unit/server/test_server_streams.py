@@ -12,7 +12,7 @@ import pytest
 from server_harness import TOKENIZER, listening, run, says, serving, silent
 from tiny_tokenizer import spell
 
-from mamba_eagle.chat.parse import PlainParser
+from mamba_eagle.chat.parse import OutputParser
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import Abort, Generate, Outputs
 from mamba_eagle.server.apis.openai.choice import ChatChoice
@@ -203,7 +203,7 @@ def job_of_two_words() -> Any:
     news = {"new_text": lambda: next(texts), "input_logprobs": [], "logprobs": [], "traces": []}
     sample = SimpleNamespace(finish=None, index=0, **news)
     body = SimpleNamespace(return_meta_info=False, prompt_logprobs=None)
-    rest = {"make_parser": PlainParser, "echoes": (), "logprobs": None}
+    rest = {"make_parser": OutputParser, "echoes": (), "logprobs": None}
     return SimpleNamespace(samples=[sample], body=body, **rest)
 
 

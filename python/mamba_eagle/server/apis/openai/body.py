@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from mamba_eagle.chat.parse import OutputParser, PlainParser
+from mamba_eagle.chat.parse import OutputParser
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES
 from mamba_eagle.message import Generate
@@ -96,7 +96,7 @@ class CompletionBody(OpenAIBody):
 class OpenAIJob(Job[OpenAIBody]):
     logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
     echoes: Sequence[str] = ()  # completions with echo: the prompts' text, which comes first
-    make_parser: Callable[[], OutputParser] = PlainParser  # reads one sample of a chat
+    make_parser: Callable[[], OutputParser] = OutputParser  # reads one sample of a chat
 
 
 def parse_completion(values: dict[str, Any], state: ServerState) -> OpenAIJob:
