@@ -18,7 +18,7 @@ from mamba_eagle.in_process import EngineThreads
 from mamba_eagle.message import BEAT_SECONDS
 from mamba_eagle.message.channel import new_socket_dir, remove_socket_dir
 from mamba_eagle.server.app import make_app
-from mamba_eagle.server.bodies.grammar_trials import ThreadJudge
+from mamba_eagle.server.bodies.grammar_trials import Judge
 from mamba_eagle.server.engine.launch import Ending, Launch
 from mamba_eagle.server.engine.nodes import fault
 from mamba_eagle.server.state import ServerState
@@ -167,7 +167,7 @@ class EngineLaunch(Launch):
 class ThreadLaunch(EngineLaunch):
     """With scheduler and runner in threads of this process."""
 
-    judge_kind = ThreadJudge
+    judge_kind = Judge
     engine: EngineThreads | None = None
 
     def start_engine(self) -> None:

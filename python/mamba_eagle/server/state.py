@@ -33,7 +33,7 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
-from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge
+from mamba_eagle.server.bodies.grammar_trials import Judge
 from mamba_eagle.server.bodies.grammars import Grammars
 from mamba_eagle.server.bodies.kinds import Model, read
 from mamba_eagle.server.bodies.prompts import Infill, PromptReader
@@ -104,7 +104,7 @@ class ServerState:
     remote_reads: RemoteReads = field(default_factory=RemoteReads)  # of prefixes
     withdrawing: asyncio.Task[None] | None = None  # ends when others have read what was offered
     snapshot: list[dict[str, str]] | None = None  # the weights' checksums, by rank
-    judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
+    judge_kind: Callable[[Callable[[], Tokens]], Judge] = Judge
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for an API key that cannot be read."""

@@ -47,14 +47,18 @@ def levels() -> tuple[Level, ...]:
 
 
 class Judge:
-    """Says whether a grammar can be served."""
+    """Says whether a grammar can be served. Without a process, for an Engine that may start none:
+    its only client is its owner."""
 
     def __init__(self, tokens: Callable[[], trials.Tokens]) -> None:
         self._tokens = tokens
 
     async def verdict(self, grammar: Grammar) -> trials.Verdict:
-        """Cancelling it ends the work. Raises: RequestError 503"""
-        raise NotImplementedError
+        return await asyncio.to_thread(lambda: trials.verdict_on(self._vocabulary, grammar))
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | NoVocabulary:
+        return trials.load(self._tokens())
 
     def start(self) -> None:
         """Have it ready before the first grammar comes."""
@@ -66,24 +70,14 @@ class Judge:
         """No more grammars are to be judged."""
 
 
-class ThreadJudge(Judge):
-    """Without a process, for an Engine that may start none: its only client is its owner."""
-
-    async def verdict(self, grammar: Grammar) -> trials.Verdict:
-        return await asyncio.to_thread(lambda: trials.verdict_on(self._vocabulary, grammar))
-
-    @cached_property
-    def _vocabulary(self) -> Vocabulary | NoVocabulary:
-        return trials.load(self._tokens())
-
-
 class _Asked(NamedTuple):
     ended: asyncio.Future[trials.Verdict | None]
     level: int
 
 
 class ProcessJudge(Judge):
-    """Lives on the event loop. The process starts with the first grammar, or with ``start``."""
+    """With a process, which starts with the first grammar, or with ``start``. Lives on the event
+    loop."""
 
     def __init__(self, tokens: Callable[[], trials.Tokens]) -> None:
         super().__init__(tokens)
@@ -119,6 +113,7 @@ class ProcessJudge(Judge):
             self._process = process
 
     async def verdict(self, grammar: Grammar) -> trials.Verdict:
+        """Cancelling it ends the work. Raises: RequestError 503"""
         try:
             return await asyncio.wait_for(self._climb(grammar), MAX_GRAMMAR_WAIT)
         except asyncio.TimeoutError:

@@ -27,7 +27,7 @@ from mamba_eagle.message.channel import Receiver
 from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
-from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
+from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge
 from mamba_eagle.server.engine.children import (
     Child,
     Watchdog,
@@ -86,7 +86,7 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 class Launch(ABC):
     """Starts the engine, serves with it, and ends it. Subclasses say what serving is."""
 
-    judge_kind: type[ProcessJudge] | type[ThreadJudge] = ProcessJudge
+    judge_kind: type[Judge] = ProcessJudge
     judge: Judge | None = None  # when it serves
 
     def __init__(
