@@ -100,12 +100,9 @@ class Guard:
 
 def write_link(socket_dir: str, link: Link) -> None:
     """Only this user may read it, as everything in the folder."""
-    with open(Path(socket_dir, LINK_FILE), "wb", opener=_private) as file:
+    path = Path(socket_dir, LINK_FILE)
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(msgspec.json.encode(link))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def read_link(socket_dir: str) -> Link | None:

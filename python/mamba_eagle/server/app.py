@@ -76,9 +76,8 @@ def make_app(state: ServerState) -> FastAPI:
         app.include_router(part)
     app.state.routes = [route for part in parts for route in part.routes]
     app.add_middleware(AtRequest, begin=counted(state.recorder.replied))
-    app.add_exception_handler(RequestError, _refuse)
-    app.add_exception_handler(HTTPException, _refuse_route)
-    app.add_exception_handler(Exception, _internal_error)
+    for kind in (RequestError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refuse)
     if state.api_keys:
         admin = [state.config.admin_api_key] if state.config.admin_api_key else []
         keys = [*state.api_keys, *admin]
@@ -92,18 +91,12 @@ def make_app(state: ServerState) -> FastAPI:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
+    if isinstance(error, HTTPException):  # no such route, or not with this method
+        route = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}"
+        error = RequestError(f"{route}: {error.detail}", error.status_code)
+    elif not isinstance(error, RequestError):
+        error = RequestError("internal server error; see the server log", 500)
     return error.response()
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}: {error.detail}"
-    return RequestError(message, error.status_code).response()
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    return RequestError("internal server error; see the server log", 500).response()
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────

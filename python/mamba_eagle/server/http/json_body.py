@@ -176,14 +176,9 @@ def decode_token_ids(text: bytes) -> list[Any]:
         begin = text.rfind(b"[", at, stop)
         # An inner array that is longer than a piece is decoded by itself.
         long = 0 <= begin < stop - PIECE
-        found += _decode_items(text[at : begin if long else stop])
+        items = text[at : begin if long else stop].strip(b", \t\r\n")
+        found += _decode_whole(b"[" + items + b"]")
         if long:
             found.append(decode_token_ids(text[begin:stop]))
         at = stop
     return found
-
-
-def _decode_items(text: bytes) -> list[Any]:
-    """Items of an array that was cut between two of them."""
-    items: list[Any] = _decode_whole(b"[" + text.strip(b", \t\r\n") + b"]")
-    return items

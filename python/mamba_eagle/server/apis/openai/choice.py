@@ -210,7 +210,8 @@ class ChatChoice(Choice):
         if not self._begun:
             self._begun = True
             yield self._choice(None, delta={"role": "assistant", "content": ""}, logprobs=None)
-        deltas = [self._delta(piece) for piece in new if _says_something(piece)]
+        silent = ArgumentsPiece("", True)  # of a call whose arguments were complete
+        deltas = [self._delta(piece) for piece in new if piece != silent]
         if not deltas and (logprobs or self._has_new_steps):
             deltas = [{"content": ""}]
         for delta in deltas:
@@ -253,10 +254,6 @@ class ChatChoice(Choice):
             "logprob": logprob,
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
-
-
-def _says_something(piece: Piece) -> bool:
-    return not isinstance(piece, ArgumentsPiece) or bool(piece.text)
 
 
 def _call(call: ToolCall, index: int) -> dict[str, Any]:

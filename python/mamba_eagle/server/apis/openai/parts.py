@@ -21,7 +21,6 @@ from mamba_eagle.server.apis.openai.body import OpenAIJob
 from mamba_eagle.server.apis.sse import EventStream, choice_error, updates, wait_for_success
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState
-from mamba_eagle.tokenizer.text import TextTokenizer
 
 OPENED, MORE, CLOSED = "opened", "more", "closed"
 Event = dict[str, Any]
@@ -58,13 +57,6 @@ class Written:
 
     def has_calls(self) -> bool:
         return any(part.field == CALLS for part in self.parts)
-
-    async def count_reasoning(self, tokenizer: TextTokenizer) -> None:
-        """Counts its tokens, without tags. In a thread, since it may be long."""
-        text = "".join(part.text for part in self.parts if part.field == REASONING)
-        if text:
-            tokens = await asyncio.to_thread(tokenizer.encode, text, False)
-            self.reasoning_tokens = min(len(tokens), len(self.sample.output_ids))
 
     def news(self) -> Iterator[News]:
         """What is new since the last call."""
@@ -180,5 +172,8 @@ async def _stream(
 
 
 async def _count(state: ServerState, written: Written, reply: PartReply) -> None:
-    if reply.counts_reasoning and state.prompts.tokenizer is not None:
-        await written.count_reasoning(state.prompts.tokenizer)
+    """Counts tokens of reasoning, without tags. In a thread, since it may be long."""
+    text = "".join(part.text for part in written.parts if part.field == REASONING)
+    if text and reply.counts_reasoning and (tokenizer := state.prompts.tokenizer) is not None:
+        tokens = await asyncio.to_thread(tokenizer.encode, text, False)
+        written.reasoning_tokens = min(len(tokens), len(written.sample.output_ids))

@@ -69,9 +69,9 @@ class ResponsesReply(PartReply):
     def tell(self, news: News) -> Iterator[Event]:
         part = news.part
         if news.what == OPENED:
-            yield self._event(
-                "response.output_item.added", output_index=part.index, item=_opened_item(part)
-            )
+            name, nothing = ("arguments", "") if part.field == CALLS else ("content", [])
+            item = {**_item(part), "status": "in_progress", name: nothing}
+            yield self._event("response.output_item.added", output_index=part.index, item=item)
             if part.field != CALLS:
                 yield self._about(part, "response.content_part.added", part=_content(part, ""))
         elif news.what == CLOSED:
@@ -134,11 +134,6 @@ def _content(part: Part, text: str) -> dict[str, Any]:
     if part.field == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _opened_item(part: Part) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"arguments": ""} if part.field == CALLS else {"content": []}
-    return {**_item(part), "status": "in_progress", **nothing}
 
 
 def _item(part: Part) -> dict[str, Any]:
