@@ -15,21 +15,13 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends
 from starlette.requests import Request
 
+from mamba_eagle import message
 from mamba_eagle.chat.format import ChatFormat
 from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.constrain.trials import Tokens
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CONTROL_BODY
-from mamba_eagle.message import (
-    Done,
-    GetState,
-    PrefixMoved,
-    ProfileReply,
-    RankReply,
-    StateReply,
-    Weights,
-)
 from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
@@ -80,13 +72,13 @@ class Incoming:
                 "start the update again"
             )
 
-    def weights(self) -> Weights:
+    def weights(self) -> message.Weights:
         target, drafter = self.folders.get(False, ""), self.folders.get(True, "")
-        return Weights(target=target, drafter=drafter, version=self.version, received=True)
+        return message.Weights(target=target, drafter=drafter, version=self.version, received=True)
 
 
 T = TypeVar("T")
-R = TypeVar("R", Done, PrefixMoved, ProfileReply, list[RankReply])
+R = TypeVar("R", message.Done, message.PrefixMoved, message.ProfileReply, list[message.RankReply])
 SILENCE = "the engine did not answer in time"
 
 
@@ -210,9 +202,9 @@ class ServerState:
         """
         return await self.bodies.read(request, partial(read, model), max_size=MAX_CONTROL_BODY)
 
-    async def ask(self, max_nodes: int = 0, max_tokens: int = 0) -> StateReply:
+    async def ask(self, max_nodes: int = 0, max_tokens: int = 0) -> message.StateReply:
         """The scheduler's gauges, and what the cache holds. Raises: RequestError 503"""
-        asked = GetState(max_nodes=max_nodes, max_tokens=max_tokens)
+        asked = message.GetState(max_nodes=max_nodes, max_tokens=max_tokens)
         return await heard(self.manager.ask(asked, 5.0), "the scheduler does not answer")
 
     def check_model(self, name: str) -> None:

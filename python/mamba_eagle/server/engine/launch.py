@@ -28,13 +28,7 @@ from mamba_eagle.message.lifetime import role_name
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge
-from mamba_eagle.server.engine.children import (
-    Child,
-    Watchdog,
-    end_children,
-    engine_child,
-    write_settings,
-)
+from mamba_eagle.server.engine import children
 from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.state import ServerState
@@ -95,7 +89,7 @@ class Launch(ABC):
         """given: the settings before they were resolved, for other nodes."""
         self.config, self.given = config, given or config
         self.socket_dir = socket_dir
-        self.children: list[Child] = []
+        self.children: list[children.Child] = []
         self.lifetime = Lifetime()
 
     async def run(self) -> Ending:
@@ -165,7 +159,7 @@ class Launch(ABC):
 
     def start_engine(self) -> None:
         try:
-            write_settings(self.socket_dir, own_engine_part(self.config))
+            children.write_settings(self.socket_dir, own_engine_part(self.config))
         except OSError as error:
             where = f"in {self.socket_dir}: {error.strerror}"
             self.end(Ending(1, f"cannot write {where}; make room, or set TMPDIR to another folder"))
@@ -174,7 +168,7 @@ class Launch(ABC):
         ranks = range(self.config.ranks_per_node)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
             try:
-                child = engine_child(kind, rank, self.socket_dir, self._child_ended)
+                child = children.engine_child(kind, rank, self.socket_dir, self._child_ended)
             except OSError as error:
                 role = role_name(kind, rank)
                 self.end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
@@ -184,9 +178,9 @@ class Launch(ABC):
 
     def end_engine(self) -> None:
         """Returns when it has ended; called in a thread."""
-        end_children(self.children)
+        children.end_children(self.children)
 
-    def _child_ended(self, child: Child) -> None:
+    def _child_ended(self, child: children.Child) -> None:
         """An Ending, unless there was one before: only the launcher ends a child."""
         # If both are dead, the one that was killed has taken the other along: name that one.
         dead = [one for one in self.children if one.process.poll() is not None]
@@ -195,7 +189,7 @@ class Launch(ABC):
         if not self.ending.done():
             self.nodes.judge(fault(self.account_of(first), first.process.returncode))
 
-    def account_of(self, child: Child) -> str:
+    def account_of(self, child: children.Child) -> str:
         """How a child ended."""
         return child.how_it_ended()
 
@@ -238,7 +232,9 @@ class Launch(ABC):
     async def watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
         config = self.config
-        watchdog = Watchdog(config.watchdog_timeout, config.num_ranks, config.ranks_per_node)
+        watchdog = children.Watchdog(
+            config.watchdog_timeout, config.num_ranks, config.ranks_per_node
+        )
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)

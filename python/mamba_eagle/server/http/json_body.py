@@ -11,14 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from mamba_eagle import limits
 from mamba_eagle.core import shown
-from mamba_eagle.limits import (
-    MAX_JSON_CONTAINERS,
-    MAX_JSON_DEPTH,
-    MAX_JSON_ITEMS,
-    MAX_JSON_NUMBERS,
-    MAX_JSON_STRINGS,
-)
 from mamba_eagle.server.errors import RequestError
 
 SLICE = 2**17  # bytes scanned at a time
@@ -26,7 +20,9 @@ _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 
 
 # At a depth of some 900 readers of values begin to fail: Python's own stack has a limit.
-TOO_DEEP = f"has arrays and objects more than {MAX_JSON_DEPTH} deep within each other: flatten it"
+TOO_DEEP = (
+    f"has arrays and objects more than {limits.MAX_JSON_DEPTH} deep within each other: flatten it"
+)
 
 
 class Counts(NamedTuple):
@@ -39,18 +35,18 @@ class Counts(NamedTuple):
     def problem(self) -> str:
         """Which limit the text exceeds, as the end of a sentence; "" if none."""
         for name, most, count in (
-            ("arrays and objects", MAX_JSON_CONTAINERS, self.containers),
-            ("strings, keys included,", MAX_JSON_STRINGS, self.strings),
-            ("items", MAX_JSON_ITEMS, self.items),
+            ("arrays and objects", limits.MAX_JSON_CONTAINERS, self.containers),
+            ("strings, keys included,", limits.MAX_JSON_STRINGS, self.strings),
+            ("items", limits.MAX_JSON_ITEMS, self.items),
         ):
             if count > most:
                 return f"has {count} {name} but may have at most {most}: send fewer at a time"
-        return TOO_DEEP if self.depth > MAX_JSON_DEPTH else ""
+        return TOO_DEEP if self.depth > limits.MAX_JSON_DEPTH else ""
 
     @property
     def many_numbers(self) -> bool:
         """So many that only token ids can be meant."""
-        return self.items - self.strings > MAX_JSON_NUMBERS
+        return self.items - self.strings > limits.MAX_JSON_NUMBERS
 
 
 def scan(text: bytes) -> Counts:
@@ -82,7 +78,7 @@ def scan(text: bytes) -> Counts:
 def too_deep(text: bytes) -> bool:
     """Whether a text of any length is to be refused; most have few brackets."""
     brackets = text.count(b"[") + text.count(b"{")
-    return brackets > MAX_JSON_DEPTH and scan(text).depth > MAX_JSON_DEPTH
+    return brackets > limits.MAX_JSON_DEPTH and scan(text).depth > limits.MAX_JSON_DEPTH
 
 
 def _drop_escaped(part: np.ndarray, is_quote: np.ndarray, escaped: bool) -> bool:

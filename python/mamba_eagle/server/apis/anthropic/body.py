@@ -22,18 +22,7 @@ from mamba_eagle.server.apis.openai.translation import (
     text_only,
 )
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.kinds import (
-    Body,
-    Content,
-    Flag,
-    Integer,
-    Object,
-    Text,
-    items,
-    needs,
-    read,
-    says,
-)
+from mamba_eagle.server.bodies.kinds import Body, Content, Flag, Object, Text, needs, read, says
 from mamba_eagle.server.bodies.sampling import STOP
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
@@ -79,7 +68,7 @@ class ToolChoice(Content):
 
 class Thinking(Body):
     type: Annotated[str, kinds.choice_of("enabled", "disabled", "adaptive")]
-    budget_tokens: Integer | None = says("tokens of reasoning, 1 or more")
+    budget_tokens: kinds.Integer | None = says("tokens of reasoning, 1 or more")
 
     HARMLESS = frozenset(("display",))
 
@@ -98,13 +87,13 @@ class MessagesBody(OtherChat):
     """A chat, and how to answer it."""
 
     messages: Annotated[
-        list[Any], items(AnthropicMessage, "messages", MAX_MESSAGES, MESSAGES.must, 1)
+        list[Any], kinds.items(AnthropicMessage, "messages", MAX_MESSAGES, MESSAGES.must, 1)
     ] = needs("the chat")
     system: Annotated[Any, TEXT_OR_PARTS] = says("instructions: a text, or blocks of type text")
     max_tokens: MaxTokens | None = says(LONGEST)
     stop_sequences: Annotated[list[str], STOP] = says("strings that end the output", [])
-    tools: Annotated[list[Any] | None, items(ClientTool, "tools", MAX_TOOLS, TOOLS.must)] = says(
-        "that the model may call"
+    tools: Annotated[list[Any] | None, kinds.items(ClientTool, "tools", MAX_TOOLS, TOOLS.must)] = (
+        says("that the model may call")
     )
     tool_choice: ToolChoice | None = says("whether a call must come")
     thinking: Thinking | None = says("whether to reason; without it the template decides")
@@ -213,13 +202,13 @@ def _add_user(chat: ChatBuilder, content: Any, own: str) -> None:
 
 
 def _blocks(
-    content: list[Any], own: str, kinds: tuple[str, ...]
+    content: list[Any], own: str, types: tuple[str, ...]
 ) -> Iterator[tuple[AnthropicBlock, str]]:
     """The blocks, each with its path."""
     for i, entry in enumerate(content):
         path = f"{own}.content[{i}]"
         block = read(AnthropicBlock, entry, path)
-        check_kind(block.type, path, kinds)
+        check_kind(block.type, path, types)
         yield block, path
 
 

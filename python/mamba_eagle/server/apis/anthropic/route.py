@@ -12,16 +12,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.chat.family import CALLS, REASONING
 from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.anthropic.body import MessagesBody, count_tokens, parse_message
-from mamba_eagle.server.apis.openai.parts import (
-    CLOSED,
-    OPENED,
-    Event,
-    News,
-    Part,
-    PartReply,
-    Written,
-    serve_parts,
-)
+from mamba_eagle.server.apis.openai import parts
 from mamba_eagle.server.bodies.kinds import takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import State
@@ -49,41 +40,41 @@ class AnthropicError(RequestError):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
-class AnthropicReply(PartReply):
+class AnthropicReply(parts.PartReply):
     """id, model: those of the reply."""
 
     def __init__(self, id: str, model: str) -> None:
         self.id = id
         self.model = model
 
-    def whole(self, written: Written) -> dict[str, Any]:
+    def whole(self, written: parts.Written) -> dict[str, Any]:
         blocks = [_block(part, part.text) for part in written.parts]
         return {**self._message(blocks), **_stop(written), "usage": _usage(written)}
 
-    def begin(self, written: Written) -> Iterator[Event]:
+    def begin(self, written: parts.Written) -> Iterator[parts.Event]:
         usage = {**_usage(written), "output_tokens": 0}
         stop = {"stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": {**self._message([]), **stop, "usage": usage}}
 
-    def tell(self, news: News) -> Iterator[Event]:
+    def tell(self, news: parts.News) -> Iterator[parts.Event]:
         part = news.part
-        if news.what == OPENED:
+        if news.what == parts.OPENED:
             block = _block(part, "")
             yield {"type": "content_block_start", "index": part.index, "content_block": block}
-        elif news.what == CLOSED:
+        elif news.what == parts.CLOSED:
             yield {"type": "content_block_stop", "index": part.index}
         else:
             delta = _delta(part, news.text)
             yield {"type": "content_block_delta", "index": part.index, "delta": delta}
 
-    def end(self, written: Written) -> Iterator[Event]:
+    def end(self, written: parts.Written) -> Iterator[parts.Event]:
         yield {"type": "message_delta", "delta": _stop(written), "usage": _usage(written)}
         yield {"type": "message_stop"}
 
     def refusal(self, error: RequestError) -> RequestError:
         return AnthropicError.like(error)
 
-    def failed(self, error: RequestError) -> Event:
+    def failed(self, error: RequestError) -> parts.Event:
         return AnthropicError.like(error).body()
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +87,7 @@ class AnthropicReply(PartReply):
         }
 
 
-def _block(part: Part, text: str) -> dict[str, Any]:
+def _block(part: parts.Part, text: str) -> dict[str, Any]:
     """text: what it begins with."""
     if part.field == CALLS:
         arguments = msgspec.Raw(text.encode() or b"{}")
@@ -107,7 +98,7 @@ def _block(part: Part, text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _delta(part: Part, text: str) -> dict[str, Any]:
+def _delta(part: parts.Part, text: str) -> dict[str, Any]:
     if part.field == CALLS:
         return {"type": "input_json_delta", "partial_json": text}
     if part.field == REASONING:
@@ -115,7 +106,7 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
     return {"type": "text_delta", "text": text}
 
 
-def _stop(written: Written) -> dict[str, Any]:
+def _stop(written: parts.Written) -> dict[str, Any]:
     finish = written.sample.finish
     assert finish is not None
     matched = finish.matched if isinstance(finish.matched, str) else None
@@ -130,7 +121,7 @@ def _reason(finish: FinishReason, has_calls: bool) -> str:
     return "tool_use" if has_calls else "end_turn"
 
 
-def _usage(written: Written) -> dict[str, Any]:
+def _usage(written: parts.Written) -> dict[str, Any]:
     """Anthropic counts what came from the cache apart from the rest of the input."""
     sample, cached = written.sample, written.sample.last.cached_tokens
     return {
@@ -148,7 +139,7 @@ router = APIRouter()
 async def messages(request: Request, state: State) -> Response:
     with _anthropic_errors():
         job = await state.read(request, parse_message, is_chat=True)
-        return await serve_parts(request, state, job, AnthropicReply(job.rid, job.model))
+        return await parts.serve_parts(request, state, job, AnthropicReply(job.rid, job.model))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesBody))

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+from mamba_eagle import limits
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.limits import (
-    MAX_PROMPTS,
-    MAX_RID_LENGTH,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
-)
 from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
@@ -45,11 +39,11 @@ def either(one: kinds.Kind, schema: kinds.Schema | None = None) -> Each:
     return Each(lambda value: value, "", both, one)
 
 
-TEXTS = kinds.text_or_texts("prompt", MAX_PROMPTS)
+TEXTS = kinds.text_or_texts("prompt", limits.MAX_PROMPTS)
 ID_LISTS = kinds.untouched(kinds.ID_LISTS)
 FLAGS, INTEGERS, STRINGS = either(kinds.FLAG), either(kinds.INTEGER_KIND), either(kinds.TEXT)
-TOP = kinds.integer(0, MAX_TOP_LOGPROBS)
-NAMED = either(kinds.integers("token ids", MAX_STOP_TOKEN_IDS), kinds.ID_LISTS)
+TOP = kinds.integer(0, limits.MAX_TOP_LOGPROBS)
+NAMED = either(kinds.integers("token ids", limits.MAX_STOP_TOKEN_IDS), kinds.ID_LISTS)
 
 
 class GenerateBody(Served):
@@ -69,7 +63,9 @@ class GenerateBody(Served):
     logprob_start_len: Annotated[Any, INTEGERS] = says(
         "the first token of the prompt with logprobs"
     )
-    top_logprobs_num: Annotated[Any, INTEGERS] = says(f"best tokens, up to {MAX_TOP_LOGPROBS}")
+    top_logprobs_num: Annotated[Any, INTEGERS] = says(
+        f"best tokens, up to {limits.MAX_TOP_LOGPROBS}"
+    )
     token_ids_logprob: Annotated[Any, NAMED] = says(
         "tokens whose logprobs come with return_logprob, or a list of them per prompt"
     )
@@ -195,9 +191,9 @@ def _read_samplings(
     if any(different):
         state.prompts.need_tokenizer("sampling_params.stop")
     characters = sum(len(string) for strings in different for string in strings)
-    if characters > MAX_STOP_CHARACTERS:
+    if characters > limits.MAX_STOP_CHARACTERS:
         what = "characters of different stop strings"
-        wrong = kinds.TooMany(what, characters, MAX_STOP_CHARACTERS)
+        wrong = kinds.TooMany(what, characters, limits.MAX_STOP_CHARACTERS)
         raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
     return read
 
@@ -234,7 +230,7 @@ def _read_rid_list(value: list[Any], count: int) -> list[str]:
     return [RID.take(rid, f"rid[{i}]") for i, rid in enumerate(rids)]
 
 
-RID = kinds.short(MAX_RID_LENGTH)
+RID = kinds.short(limits.MAX_RID_LENGTH)
 
 # ── what comes back ──────────────────────────────────────────────────────────────────────────
 

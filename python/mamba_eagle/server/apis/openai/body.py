@@ -9,18 +9,10 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_INTEGER, MAX_SAMPLES
 from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.generate.body import TOP
-from mamba_eagle.server.bodies import kinds, known
+from mamba_eagle.server.bodies import kinds, known, sampling
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, read, says
 from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
-from mamba_eagle.server.bodies.sampling import (
-    LENGTHS,
-    PARAMETERS,
-    Sampled,
-    bounded,
-    checked,
-    with_parameters,
-)
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
@@ -29,8 +21,8 @@ BEST_OF = kinds.integer(1, MAX_SAMPLES)
 # Some clients of /v1/completions send the chat route's true.
 LOGPROBS = kinds.Kind(lambda value: 1 if value is True else TOP.read(value), TOP.must, TOP.schema)
 LAST = kinds.integer(1, MAX_INTEGER, "must be 1 or more, or -1: as many as fit", other=-1)
-MaxTokens = Annotated[int, bounded("max_new_tokens")]
-LONGEST = PARAMETERS["max_new_tokens"][1].about
+MaxTokens = Annotated[int, sampling.bounded("max_new_tokens")]
+LONGEST = sampling.PARAMETERS["max_new_tokens"][1].about
 
 
 class StreamOptions(Body):
@@ -44,13 +36,13 @@ class Common(Named):
     """Of all routes that generate but /generate."""
 
     stream: Flag = says("server-sent events", False)
-    min_tokens: Annotated[int, bounded("min_new_tokens")] = says(
-        PARAMETERS["min_new_tokens"][1].about, 0
+    min_tokens: Annotated[int, sampling.bounded("min_new_tokens")] = says(
+        sampling.PARAMETERS["min_new_tokens"][1].about, 0
     )
 
 
-@with_parameters(*LENGTHS)
-class OpenAIBody(Common, Sampled, Formatted):
+@sampling.with_parameters(*sampling.LENGTHS)
+class OpenAIBody(Common, sampling.Sampled, Formatted):
     stream_options: StreamOptions = says("of a stream", StreamOptions())
     return_meta_info: Flag = says("each choice has /generate's meta_info", False)
     return_spec_trace: Flag = says("the tree of each step", False)
@@ -142,7 +134,7 @@ def make_job(
     n = body.samples
     wanted = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
     of_prompt = of_prompt or body.prompt_logprobs is not None
-    sampling = _sampling(body, state, max_tokens, grammar)
+    params = _sampling(body, state, max_tokens, grammar)
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
@@ -150,7 +142,7 @@ def make_job(
             Generate(
                 rid=own,
                 token_ids=ids,
-                sampling=sampling,
+                sampling=params,
                 seed=body.chosen_seed,
                 n=n,
                 return_logprob=bool(wanted) or n > body.n,
@@ -165,14 +157,14 @@ def make_job(
     check_demand(requests, state.context_length, {"top": top, "output": body.length_name})
     job = OpenAIJob(body, state.config, rid, requests, body.model or state.model_name)
     job.logprobs = logprobs
-    job.stop_strings(sampling.stop)  # here, in a thread: thousands take long
+    job.stop_strings(params.stop)  # here, in a thread: thousands take long
     return job
 
 
 def _sampling(body: OpenAIBody, state: ServerState, length: int, grammar: str) -> SamplingParams:
     """OpenAI's fields, and those beyond them under the names that other servers take."""
     names = {"max_new_tokens": body.length_name, "min_new_tokens": "min_tokens"}
-    return checked(
+    return sampling.checked(
         body,
         state.vocabulary,
         names=names,

@@ -9,33 +9,14 @@ import msgspec
 from pydantic import Field
 
 from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
+from mamba_eagle.server.apis.openai import translation
 from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens, OpenAIJob
 from mamba_eagle.server.apis.openai.chat_body import EFFORT
 from mamba_eagle.server.apis.openai.messages import json_object
 from mamba_eagle.server.apis.openai.tools import CHOICES, TOOLS
-from mamba_eagle.server.apis.openai.translation import (
-    TEXT_OR_PARTS,
-    ChatBuilder,
-    OtherChat,
-    check_kind,
-    needed,
-    text_only,
-)
 from mamba_eagle.server.apis.responses.kept import Shelf
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.kinds import (
-    Body,
-    Content,
-    Flag,
-    Metadata,
-    Object,
-    Text,
-    items,
-    needs,
-    read,
-    refuse_half_pairs,
-    says,
-)
+from mamba_eagle.server.bodies.kinds import Body, Content, Flag, Text, needs, read, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
 
@@ -70,12 +51,12 @@ class Item(Content):
 
     type: Text = says("message unless it is said", "message")
     role: Text | None = says("of a message")
-    content: Annotated[Any, TEXT_OR_PARTS] = says("of a message or of reasoning")
-    summary: Annotated[Any, TEXT_OR_PARTS] = says("of reasoning")
+    content: Annotated[Any, translation.TEXT_OR_PARTS] = says("of a message or of reasoning")
+    summary: Annotated[Any, translation.TEXT_OR_PARTS] = says("of reasoning")
     call_id: Text | None = says("of a call or its output")
     name: Text | None = says("of a call")
     arguments: Text = says("of a call: a JSON object as text", "")
-    output: Annotated[Any, TEXT_OR_PARTS] = says("of a call's output")
+    output: Annotated[Any, translation.TEXT_OR_PARTS] = says("of a call's output")
 
 
 class ResponseTool(Content):
@@ -98,7 +79,7 @@ FORMAT = kinds.choice_of("text", "json_object", "json_schema")
 class Format(Body):
     type: Annotated[str, FORMAT] = says("of the output", "text")
     name: Text | None = says("of json_schema")
-    schema_: Annotated[Object, Field(alias="schema")] = says("of json_schema", {})
+    schema_: Annotated[kinds.Object, Field(alias="schema")] = says("of json_schema", {})
     strict: Flag = says("repeated", False)
 
     HARMLESS = frozenset(("description",))
@@ -111,16 +92,16 @@ class TextForm(Body):
 
 
 SOME = "must be a string or a list of items, at least one"
-ITEM_LIST = items(Item, "items", MAX_MESSAGES, SOME, 1)
+ITEM_LIST = kinds.items(Item, "items", MAX_MESSAGES, SOME, 1)
 INPUT = kinds.Kind(
     lambda value: kinds.TEXT.read(value) if isinstance(value, str) else ITEM_LIST.read(value),
     SOME,
-    TEXT_OR_PARTS.schema,
+    translation.TEXT_OR_PARTS.schema,
 )
 NAMES = kinds.texts("names", 8 * MAX_TOOLS)
 
 
-class ResponseBody(OtherChat):
+class ResponseBody(translation.OtherChat):
     """A conversation, and how to answer it."""
 
     input: Annotated[Any, INPUT] = needs(
@@ -130,12 +111,12 @@ class ResponseBody(OtherChat):
     previous_response_id: Text | None = says("of a kept response, whose conversation goes on")
     store: Flag = says("whether the response is kept, for follow-ups and to be fetched", True)
     max_output_tokens: MaxTokens | None = says(LONGEST)
-    metadata: Metadata = says("repeated", {})
+    metadata: kinds.Metadata = says("repeated", {})
     reasoning: Reasoning = says("how much to reason", Reasoning())
     text: TextForm = says("the form of the text", TextForm())
-    tools: Annotated[list[Any] | None, items(ResponseTool, "tools", MAX_TOOLS, TOOLS.must)] = says(
-        "that the model may call"
-    )
+    tools: Annotated[
+        list[Any] | None, kinds.items(ResponseTool, "tools", MAX_TOOLS, TOOLS.must)
+    ] = says("that the model may call")
     tool_choice: Annotated[Any, TOOL_CHOICE] = says("whether a call must come")
     parallel_tool_calls: Flag = says("whether several calls may come", True)
     truncation: Annotated[str, TRUNCATION] = says("what does not fit is refused", "disabled")
@@ -162,7 +143,7 @@ def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> 
     if LOGPROBS in body.include:
         remedy = f"{LOGPROBS}: {known.RESPONSES['top_logprobs']}"
         raise RequestError.about("include", body.include, remedy)
-    chat = ChatBuilder.of(values)
+    chat = translation.ChatBuilder.of(values)
     chat.values.setdefault("rid", f"resp_{uuid.uuid4().hex}")
     chat.put("max_tokens", body.max_output_tokens, "max_output_tokens")
     chat.put("parallel_tool_calls", body.parallel_tool_calls, "parallel_tool_calls")
@@ -172,7 +153,7 @@ def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> 
     chat.put("reasoning_effort", body.reasoning.effort, "reasoning.effort")
     form = _add_format(chat, body.text.format)
     # What the reply repeats must be text.
-    refuse_half_pairs({"text.format": form, "tools": tools})
+    kinds.refuse_half_pairs({"text.format": form, "tools": tools})
     job = chat.parse(state)
     sampling = job.prompts[0].sampling
     echo = {
@@ -201,7 +182,7 @@ class _Input:
     and so are the instructions with the system messages that follow at once: most templates take
     one system message, at the beginning."""
 
-    def __init__(self, chat: ChatBuilder) -> None:
+    def __init__(self, chat: translation.ChatBuilder) -> None:
         self.chat = chat
         chat.names["messages"] = "input"
         self._system: list[str] = []
@@ -236,7 +217,7 @@ class _Input:
         elif item.type == "function_call_output":
             self._flush()
             remedy = "must be the id of the call that this answers"
-            call_id = needed(item.call_id, f"{own}.call_id", remedy)
+            call_id = translation.needed(item.call_id, f"{own}.call_id", remedy)
             result = {"role": "tool", "tool_call_id": call_id, "content": item.output}
             self.chat.add_message(result, own)
         else:
@@ -297,17 +278,17 @@ def _entries(body: ResponseBody, shelf: Shelf) -> Iterator[tuple[str, Any]]:
 
 def _with_texts(item: Item, own: str) -> Item:
     """The item with texts in place of parts. Raises: RequestError 400"""
-    check_kind(item.type, own, tuple(ITEMS))
+    translation.check_kind(item.type, own, tuple(ITEMS))
     types = REASONING_TEXT if item.type == "reasoning" else TEXTS
     for name in ITEM_TEXTS:
         if name in ITEMS[item.type]:
-            setattr(item, name, text_only(getattr(item, name), f"{own}.{name}", types))
+            setattr(item, name, translation.text_only(getattr(item, name), f"{own}.{name}", types))
     return item
 
 
 def _call(item: Item, own: str) -> dict[str, Any]:
-    call_id = needed(item.call_id, f"{own}.call_id", "must be the id of the call")
-    name = needed(item.name, f"{own}.name", "must be the name of the function")
+    call_id = translation.needed(item.call_id, f"{own}.call_id", "must be the id of the call")
+    name = translation.needed(item.name, f"{own}.name", "must be the name of the function")
     json_object(item.arguments, f"{own}.arguments")  # it is one
     function = {"name": name, "arguments": item.arguments}
     return {"id": call_id, "type": "function", "function": function}
@@ -316,7 +297,7 @@ def _call(item: Item, own: str) -> dict[str, Any]:
 # ── settings ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _add_tools(chat: ChatBuilder, given: list[Any]) -> list[dict[str, Any]]:
+def _add_tools(chat: translation.ChatBuilder, given: list[Any]) -> list[dict[str, Any]]:
     """The tools, as the reply repeats them."""
     functions = []
     for i, entry in enumerate(given):
@@ -331,7 +312,7 @@ def _add_tools(chat: ChatBuilder, given: list[Any]) -> list[dict[str, Any]]:
     return [{"type": "function", **function} for function in functions]
 
 
-def _add_tool_choice(chat: ChatBuilder, choice: Any) -> None:
+def _add_tool_choice(chat: translation.ChatBuilder, choice: Any) -> None:
     chat.names["tool_choice.function"] = "tool_choice"
     if isinstance(choice, dict):
         named = read(ResponseTool, choice, "tool_choice")
@@ -339,7 +320,7 @@ def _add_tool_choice(chat: ChatBuilder, choice: Any) -> None:
             remedy = "must be function; or send auto, none or required"
             raise RequestError.about("tool_choice.type", named.type, remedy)
         name = None if named.name is None else kinds.TEXT.take(named.name, "tool_choice.name")
-        needed(name, "tool_choice.name", "must be the name of a tool")
+        translation.needed(name, "tool_choice.name", "must be the name of a tool")
         choice = {"type": "function", "function": {"name": name}}
     elif choice not in (None, *CHOICES):
         remedy = 'must be auto, none, required or {"type": "function", "name": ...}'
@@ -347,14 +328,14 @@ def _add_tool_choice(chat: ChatBuilder, choice: Any) -> None:
     chat.put("tool_choice", choice, "tool_choice")
 
 
-def _add_format(chat: ChatBuilder, form: Format) -> dict[str, Any]:
+def _add_format(chat: translation.ChatBuilder, form: Format) -> dict[str, Any]:
     """The format, as the reply repeats it."""
     if form.type == "text":
         return {"type": "text"}
     asked: dict[str, Any] = {"type": form.type}
     made = dict(asked)
     if form.type == "json_schema":
-        name = needed(form.name, "text.format.name", "must be the name of the format")
+        name = translation.needed(form.name, "text.format.name", "must be the name of the format")
         asked["json_schema"] = {"name": name, "schema": form.schema_}
         made |= {"name": name, "schema": form.schema_, "strict": form.strict}
     chat.put("response_format", asked, "text.format")

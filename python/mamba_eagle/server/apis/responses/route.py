@@ -9,16 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.chat.family import CALLS, CONTENT, REASONING
-from mamba_eagle.server.apis.openai.parts import (
-    CLOSED,
-    OPENED,
-    Event,
-    News,
-    Part,
-    PartReply,
-    Written,
-    serve_parts,
-)
+from mamba_eagle.server.apis.openai import parts
 from mamba_eagle.server.apis.responses.body import ResponseBody, parse_response
 from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
 from mamba_eagle.server.bodies.kinds import takes
@@ -29,7 +20,7 @@ from mamba_eagle.server.state import State
 PREFIXES = {CALLS: "fc", REASONING: "rs", CONTENT: "msg"}
 
 
-class ResponsesReply(PartReply):
+class ResponsesReply(parts.PartReply):
     """id, model: those of the reply; echo: what it repeats of the request; keep: called with the
     whole reply as JSON, once, before its client can ask for it."""
 
@@ -50,7 +41,7 @@ class ResponsesReply(PartReply):
         }
         self._sent = 0  # events
 
-    def whole(self, written: Written) -> dict[str, Any]:
+    def whole(self, written: parts.Written) -> dict[str, Any]:
         finish = written.sample.finish
         is_cut = finish is not None and finish.kind == "length"
         whole = self._response(
@@ -62,33 +53,33 @@ class ResponsesReply(PartReply):
         self._keep(msgspec.json.encode(whole))
         return whole
 
-    def begin(self, written: Written) -> Iterator[Event]:
+    def begin(self, written: parts.Written) -> Iterator[parts.Event]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
 
-    def tell(self, news: News) -> Iterator[Event]:
+    def tell(self, news: parts.News) -> Iterator[parts.Event]:
         part = news.part
-        if news.what == OPENED:
+        if news.what == parts.OPENED:
             name, nothing = ("arguments", "") if part.field == CALLS else ("content", [])
             item = {**_item(part), "status": "in_progress", name: nothing}
             yield self._event("response.output_item.added", output_index=part.index, item=item)
             if part.field != CALLS:
                 yield self._about(part, "response.content_part.added", part=_content(part, ""))
-        elif news.what == CLOSED:
+        elif news.what == parts.CLOSED:
             yield from self._close(part)
         else:
             more = _logprobs(part)
             yield self._about(part, f"response.{_stem(part)}.delta", delta=news.text, **more)
 
-    def end(self, written: Written) -> Iterator[Event]:
+    def end(self, written: parts.Written) -> Iterator[parts.Event]:
         response = self.whole(written)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: RequestError) -> Event:
+    def failed(self, error: RequestError) -> parts.Event:
         failure = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed", [], error=failure))
 
-    def _close(self, part: Part) -> Iterator[Event]:
+    def _close(self, part: parts.Part) -> Iterator[parts.Event]:
         done = f"response.{_stem(part)}.done"
         if part.field == CALLS:
             yield self._about(part, done, name=part.name, arguments=part.text)
@@ -103,40 +94,40 @@ class ResponsesReply(PartReply):
         rest = {"error": None, "incomplete_details": None, "usage": None, **more}
         return {**self._head, "status": status, "output": output, **rest}
 
-    def _event(self, kind: str, /, **content: Any) -> Event:
+    def _event(self, kind: str, /, **content: Any) -> parts.Event:
         number = self._sent
         self._sent += 1
         return {"type": kind, "sequence_number": number, **content}
 
-    def _about(self, of: Part, kind: str, /, **content: Any) -> Event:
+    def _about(self, of: parts.Part, kind: str, /, **content: Any) -> parts.Event:
         place: dict[str, Any] = {"item_id": _id(of), "output_index": of.index}
         if of.field != CALLS:
             place["content_index"] = 0
         return self._event(kind, **place, **content)
 
 
-def _stem(part: Part) -> str:
+def _stem(part: parts.Part) -> str:
     """What the events of its text are called."""
     if part.field == CALLS:
         return "function_call_arguments"
     return "reasoning_text" if part.field == REASONING else "output_text"
 
 
-def _logprobs(part: Part) -> dict[str, Any]:
+def _logprobs(part: parts.Part) -> dict[str, Any]:
     return {"logprobs": []} if part.field == CONTENT else {}
 
 
-def _id(part: Part) -> str:
+def _id(part: parts.Part) -> str:
     return f"{PREFIXES[part.field]}_{part.id}"
 
 
-def _content(part: Part, text: str) -> dict[str, Any]:
+def _content(part: parts.Part, text: str) -> dict[str, Any]:
     if part.field == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _item(part: Part) -> dict[str, Any]:
+def _item(part: parts.Part) -> dict[str, Any]:
     item: dict[str, Any] = {"id": _id(part), "status": "incomplete" if part.cut else "completed"}
     if part.field == CALLS:
         called = {"call_id": f"call_{part.id}", "name": part.name, "arguments": part.text}
@@ -147,7 +138,7 @@ def _item(part: Part) -> dict[str, Any]:
     return {**item, "type": "message", "role": "assistant", "content": content}
 
 
-def _usage(written: Written) -> dict[str, Any]:
+def _usage(written: parts.Written) -> dict[str, Any]:
     sample, cached = written.sample, written.sample.last.cached_tokens
     given, made = len(sample.prompt.token_ids), len(sample.output_ids)
     return {
@@ -180,7 +171,7 @@ async def responses(request: Request, state: State) -> Response:
             store.keep(key, job.rid, KeptResponse(reply, conversation))
 
     reply = ResponsesReply(job.rid, job.model, int(time.time()), response.echo, keep)
-    return await serve_parts(request, state, job, reply)
+    return await parts.serve_parts(request, state, job, reply)
 
 
 @router.get("/v1/responses/{id:path}")

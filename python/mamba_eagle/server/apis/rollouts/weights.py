@@ -6,16 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.message import AskRanks, SumWeights, Weights
-from mamba_eagle.server.apis.rollouts.group import (
-    GROUP,
-    RANK_SECONDS,
-    UpdateInfo,
-    Version,
-    change_weights,
-    listed,
-    take,
-    version,
-)
+from mamba_eagle.server.apis.rollouts import group
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, Flag, Object, Text, needs, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
@@ -34,7 +25,7 @@ class DiskBody(Body):
 
     model_path: Text = says("of the target", "")
     draft_model_path: Text = says("of the drafter", "")
-    weight_version: Version = says("what replies are to call the weights", "")
+    weight_version: group.Version = says("what replies are to call the weights", "")
     abort_all_requests: Flag = says("end them; otherwise they go on with the new weights", False)
     load_format: Annotated[str, kinds.choice_of("auto", "safetensors")] = says(NO_FORMAT, "auto")
 
@@ -48,7 +39,7 @@ class DirectoryBody(Body):
     """prime-rl's and vLLM's."""
 
     weight_dir: Text = says("folder with safetensors and the model's config.json", "")
-    weight_version: Version = says("what replies are to call the weights", "")
+    weight_version: group.Version = says("what replies are to call the weights", "")
     update_info: Object = says("instead: tensors that a group sends, in this order", {})
 
 
@@ -63,7 +54,7 @@ async def update_weights_from_disk(request: Request, state: Trusted) -> Response
         await state.manager.abort(None, "aborted: the weights are updated")
     target, drafter = body.model_path, body.draft_model_path
     weights = Weights(target=target, drafter=drafter, version=body.weight_version)
-    await change_weights(state, weights)
+    await group.change_weights(state, weights)
     message = f"weights are version {state.manager.weight_version}"
     return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
@@ -74,15 +65,17 @@ async def update_weights(request: Request, state: Trusted) -> Response:
     /update_weights_from_distributed, or as a part of what /start_weight_update began."""
     body = await state.bodies.read(request, lambda values: read(DirectoryBody, values))
     if body.update_info:
-        info = read(UpdateInfo, body.update_info, "update_info")
-        tensors = listed(info.names, info.dtype_names, info.shapes, "dtype_names")
+        info = read(group.UpdateInfo, body.update_info, "update_info")
+        tensors = group.listed(info.names, info.dtype_names, info.shapes, "dtype_names")
         chunk = info.packed_buffer_size_bytes if info.packed else 0
-        await take(state, tensors, GROUP, chunk, body.weight_version)
+        await group.take(state, tensors, group.GROUP, chunk, body.weight_version)
     elif body.weight_dir:
-        await change_weights(state, Weights(target=body.weight_dir, version=body.weight_version))
+        await group.change_weights(
+            state, Weights(target=body.weight_dir, version=body.weight_version)
+        )
     else:
         raise RequestError.about("weight_dir", "", "must be a folder on the server")
-    return json_response({"status": "ok", **version(state)})
+    return json_response({"status": "ok", **group.version(state)})
 
 
 @router.post("/update_weights_from_tensor")
@@ -96,7 +89,7 @@ async def update_weights_from_tensor(state: Trusted) -> Response:
 @router.get("/weight_info")
 async def get_weight_version(state: State) -> Response:
     """Of the weights that requests run with now."""
-    return json_response(version(state))
+    return json_response(group.version(state))
 
 
 NO_RESET = (
@@ -150,7 +143,7 @@ async def _checksums(state: ServerState, action: str) -> list[dict[str, str]]:
     """The checksums of each rank, by tensor."""
     if action.startswith("reset"):
         raise RequestError.about("action", action, NO_RESET)
-    asked = state.manager.ask(AskRanks(task=SumWeights()), RANK_SECONDS)
+    asked = state.manager.ask(AskRanks(task=SumWeights()), group.RANK_SECONDS)
     return [reply.checksums for reply in await answered(asked)]
 
 
