@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 from mamba_eagle.chat.family import (
@@ -43,7 +44,8 @@ class ChatFormat:
     ) -> None:
         self.hf = hf
         self.template = ChatTemplate(hf, template)
-        self._token_sets: dict[tuple[int, tuple[int, ...]], str] = {}
+        # Lark: all tokens but these
+        self._all_but = cache(lambda *some: token_set({*hf.get_vocab().values()} - {*some}))
         self.special_tokens = special_tokens
         own = getattr(hf, "response_template", None)
         chat_template = self.template.source(with_tools=True)
@@ -86,14 +88,8 @@ class ChatFormat:
         end = self.hf.encode(self.family.reasoning.close, add_special_tokens=False)
         if len(end) != 1:
             return None
-        others = self._others(end[0], tuple(sorted(stops)))
+        others = self._all_but(end[0], *sorted(stops))
         return Budget(tokens, end[0], end[0] in self.special_tokens.values(), others)
-
-    def _others(self, end: int, stops: tuple[int, ...]) -> str:
-        if (end, stops) not in self._token_sets:
-            every = set(self.hf.get_vocab().values())
-            self._token_sets[end, stops] = token_set(every - {end, *stops})
-        return self._token_sets[end, stops]
 
     def kept_tokens(self, family: Family | None) -> frozenset[int]:
         """Special tokens that its parts begin and end with: they must be in the text."""

@@ -26,7 +26,7 @@ class StopStrings:
     def __init__(self, strings: list[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]  # characters that the state stands for
-        self._matched = [0]  # length of the longest string that ends in the state; 0: none
+        self.matched = [0]  # length of the longest string that ends in the state; 0: none
         for string in strings:
             self._add(string)
         self._fallback = [0] * len(self._next)  # the longest proper end that is a state, too
@@ -44,16 +44,16 @@ class StopStrings:
                 self._next[state][char] = following
                 self._next.append({})
                 self._depth.append(self._depth[state] + 1)
-                self._matched.append(0)
+                self.matched.append(0)
             state = following
-        self._matched[state] = len(string)
+        self.matched[state] = len(string)
 
     def _link(self) -> None:
         """Sets the fallbacks, from short states to long ones."""
         states = deque(self._next[0].values())
         while states:
             state = states.popleft()
-            self._matched[state] = self._matched[state] or self._matched[self._fallback[state]]
+            self.matched[state] = self.matched[state] or self.matched[self._fallback[state]]
             for char, following in self._next[state].items():
                 states.append(following)
                 self._fallback[following] = self.advance(self._fallback[state], char)
@@ -67,10 +67,6 @@ class StopStrings:
             if state == 0:
                 return 0
             state = self._fallback[state]
-
-    def matched(self, state: int) -> int:
-        """Length of the longest string that the text ends with; 0 if it ends with none."""
-        return self._matched[state]
 
     def held_back(self, state: int) -> int:
         """How many characters at the end of the text may be the beginning of a string."""
@@ -103,7 +99,7 @@ class StopFinder:
         best: tuple[int, int] | None = None  # start, end
         for end in range(self._seen + 1, len(text) + 1):
             state = strings.advance(state, text[end - 1])
-            if length := strings.matched(state):
+            if length := strings.matched[state]:
                 match = (end - length, end)
                 if best is None or (match[0], -match[1]) < (best[0], -best[1]):
                     best = match
