@@ -46,7 +46,9 @@ def begin(role: str) -> Start:
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of who starts it")
     arguments = parser.parse_args()
     ignore_stops()
-    signal.signal(END_SIGNAL, _end_at_once)
+    # What starts holds nothing to close; and an exception would be lost in a compiler's callback,
+    # or end it with a traceback.
+    signal.signal(END_SIGNAL, lambda *_: os._exit(0))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
     die_with_parent(arguments.parent)
@@ -73,12 +75,6 @@ def module_command(module: str) -> list[str]:
 def role_name(role: str, rank: int) -> str:
     """What a process is called where it is shown; the first of several runners is "runner"."""
     return f"{role}{rank}" if rank else role
-
-
-def _end_at_once(signum: int, frame: FrameType | None) -> None:
-    """What starts holds nothing to close; and an exception would be lost in a compiler's callback,
-    or end it with a traceback."""
-    os._exit(0)
 
 
 def end_in_order() -> None:

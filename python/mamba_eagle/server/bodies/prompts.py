@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mamba_eagle.core import prompt_problem
@@ -20,22 +20,19 @@ CLEARLY = 2
 CHARACTERS_TO_SPARE = 4
 
 
+@dataclass(frozen=True)
 class PromptReader:
-    """Encodes and checks; used from several threads. ``tokenizer`` None: token ids only."""
+    """Encodes and checks; used from several threads. ``tokenizer`` None: token ids only. ``keep``:
+    as many of a prompt's last tokens; None: all."""
 
-    def __init__(
-        self, tokenizer: TextTokenizer | None, vocab_size: int, context_length: int
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self._keep: int | None = None
+    tokenizer: TextTokenizer | None
+    vocab_size: int
+    context_length: int
+    keep: int | None = None
 
     def keeping(self, last: int | None) -> PromptReader:
         """One that takes only the last tokens of each prompt; -1: as many as fit; None: all."""
-        other = copy(self)
-        other._keep = self.max_prompt if last == -1 else last
-        return other
+        return replace(self, keep=self.max_prompt if last == -1 else last)
 
     @property
     def max_prompt(self) -> int:
@@ -55,8 +52,8 @@ class PromptReader:
 
         Raises: RequestError 400
         """
-        if self._keep is not None:
-            token_ids = token_ids[-self._keep :]
+        if self.keep is not None:
+            token_ids = token_ids[-self.keep :]
         problem = prompt_problem(token_ids, self.vocab_size, self.context_length)
         if problem:
             raise RequestError(name + problem, param=name)
@@ -72,8 +69,8 @@ class PromptReader:
         if not texts:
             return []
         tokenizer = self.need_tokenizer(names[0])
-        if self._keep is not None:
-            keep = min(self._keep, self.context_length)
+        if self.keep is not None:
+            keep = min(self.keep, self.context_length)
             return tokenizer.encode_all(
                 [_end_of(text, tokenizer, keep) for text in texts], add_special_tokens
             )

@@ -48,15 +48,12 @@ class Child:
             stderr=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
         )
+        self.pid = self.process.pid
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
         self._reader.start()
         threading.Thread(target=self._wait, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     def _pass_on(self) -> None:
         """Passes on what comes at once: a progress bar writes no line end until it is full."""
