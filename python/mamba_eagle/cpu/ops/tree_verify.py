@@ -30,16 +30,8 @@ from mamba_eagle.cpu.ops.causal_conv import convolve_row
 from mamba_eagle.cpu.ops.delta_gates import arrange, delta_gates
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import ONE, copy_row, softplus
+from mamba_eagle.cpu.vectors import states
 from mamba_eagle.cpu.vectors.deltas import block_room_for, step_deltas
-from mamba_eagle.cpu.vectors.states import (
-    AFTER,
-    BEFORE,
-    decay_of,
-    depth_first,
-    room_for,
-    step_odd_states,
-    step_states,
-)
 from mamba_eagle.machine_code import CHECKED, check_within, kernel, prange
 
 states_at, WORDS = reader(abi.States), len(abi.States._fields_)
@@ -114,7 +106,7 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
     inputs, slot_rows, above = conv_in[slot], nodes.rows[r], nodes.parents[r]
     convolved, rows = np.empty(xbc.shape[1], np.float32), seen.rows[r]
     is_delta = dt.shape[2] > H
-    depth_first(above, seen.order[r], seen.kept[r])
+    states.depth_first(above, seen.order[r], seen.kept[r])
     for k in range(length):
         rows[k] = nodes.journal[r, k]
     for i in range(T):
@@ -134,7 +126,7 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
         for h in range(H):
             step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
             dt[slot, row, h] = step
-            decay[slot, row, h] = decay_of(step, A[h])
+            decay[slot, row, h] = states.decay_of(step, A[h])
 
 
 class Rows(NamedTuple):
@@ -163,7 +155,7 @@ def _room(rows, nodes, P, block):
     """
     count = rows + nodes
     numbers = count * (2 + P) + LINE // 4
-    numbers += room_for(nodes) if block == 0 else block_room_for(nodes, block)
+    numbers += states.room_for(nodes) if block == 0 else block_room_for(nodes, block)
     return np.empty(WORDS + numbers // 2 + 1, np.int64)
 
 
@@ -195,7 +187,7 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
         for p in range(P):
             added[k * P + p] = share * xB[row, of_x + p]
     if P % VECTOR != 0 or N % VECTOR != 0:
-        step_odd_states(
+        states.step_odd_states(
             S, numbers, added, read, xB, of_x, of_B, ids, journal, writes, nodes.parents,
             nodes.C[:, of_C : of_C + N], nodes.skip[h], nodes.y[:, of_x : of_x + P],
         )  # fmt: skip
@@ -214,7 +206,7 @@ def _pass(S, h, inputs, ids, journal, writes, nodes, room):
         if is_delta:
             step_deltas(room.ctypes.data, P)
         else:
-            step_states(room.ctypes.data, P, N)
+            states.step_states(room.ctypes.data, P, N)
     if is_delta:
         for k in range(journal, count):
             for p in range(P):
@@ -235,7 +227,7 @@ def _head(r, h, nodes, skip, buffers, seen, y, room):
     C = seen.C[r].reshape(T, seen.C.shape[2] * seen.C.shape[3])
     own = Nodes(nodes.parents[r], seen.order[r], seen.kept[r], C, skip, y[r * T : (r + 1) * T])
     S, journal = buffers.state[nodes.state_slots[r], h], nodes.journal_len[r]
-    _pass(S, h, inputs, seen.rows[r], journal, BEFORE if nodes.fold[r] else 0, own, room)
+    _pass(S, h, inputs, seen.rows[r], journal, states.BEFORE if nodes.fold[r] else 0, own, room)
 
 
 @threaded
@@ -280,7 +272,7 @@ def _fold_head(slot, rows, S, h, buffers):
     inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
     none = _no_nodes(H, P, (buffers.xB.shape[2] - H * P) // N, N)
     room = _room(len(rows), 0, P, _block_of(N, buffers.dt.shape[2], H))
-    _pass(S, h, inputs, rows, len(rows), BEFORE, none, room)
+    _pass(S, h, inputs, rows, len(rows), states.BEFORE, none, room)
 
 
 @threaded
@@ -309,12 +301,12 @@ def _enter_again(k, raw, parents, tail, steps, weights, inputs, N):
         for h in range(2 * H):
             dt[k, h] = steps[h]
         for h in range(H):
-            decay[k, h] = decay_of(steps[h], ONE)
+            decay[k, h] = states.decay_of(steps[h], ONE)
         arrange(convolved, N, own, np.empty((len(convolved) - own.shape[0]), np.float32))
         return
     copy_row(convolved, own)
     for h in range(H):
-        dt[k, h], decay[k, h] = steps[h], decay_of(steps[h], rates[h])
+        dt[k, h], decay[k, h] = steps[h], states.decay_of(steps[h], rates[h])
 
 
 @kernel
@@ -323,12 +315,14 @@ def _replay_head(S, h, inputs, rows, y, G):
     y [count, H*P] are not read."""
     (P, N), H, count = S.shape, inputs.decay.shape[1], len(rows)
     if len(y) == 0:
-        _pass(S, h, inputs, rows, count, BEFORE, _no_nodes(H, P, G, N), _room(count, 0, P, 0))
+        _pass(
+            S, h, inputs, rows, count, states.BEFORE, _no_nodes(H, P, G, N), _room(count, 0, P, 0)
+        )
         return
     above, kept = np.maximum(rows - 1, 0), np.zeros(count, np.int64)
     C, skip = np.zeros((count, G * N), np.float32), np.zeros(H, np.float32)
     chain = Nodes(above, rows, kept, C, skip, y)
-    _pass(S, h, inputs, rows, 0, AFTER, chain, _room(0, count, P, N))
+    _pass(S, h, inputs, rows, 0, states.AFTER, chain, _room(0, count, P, N))
 
 
 @threaded

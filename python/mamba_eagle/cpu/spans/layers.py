@@ -10,18 +10,10 @@ import numpy as np
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
 from mamba_eagle.cpu.memory import pointer_to
+from mamba_eagle.cpu.ops import tree_verify
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.tree_attention import _tree_head
-from mamba_eagle.cpu.ops.tree_verify import (
-    Buffers,
-    LayerWeights,
-    Seen,
-    _block_of,
-    _enter,
-    _head,
-    _room,
-)
 from mamba_eagle.cpu.products.amx import split_rows
 from mamba_eagle.cpu.products.grouped import GROUP, round_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
@@ -109,10 +101,8 @@ def _residual(arguments, first, last):
     """stream += scale · made, or its norm"""
     own = residual_at(arguments)
     frame, size, scale = frame_at(own.frame), own.size, own.scale
-    stream, made = (
-        floats(frame.stream, (frame.rows, size)),
-        floats(own.made, (frame.rows, own.columns)),
-    )
+    stream = floats(frame.stream, (frame.rows, size))
+    made = floats(own.made, (frame.rows, own.columns))
     for r in range(first, last):
         row, added = stream[r], made[r]
         if own.weight != 0:
@@ -149,17 +139,17 @@ def recurrence_of(own):
     n, b, T, most = frame.rows, frame.requests, frame.nodes, frame.max_journal
     R, K, W, H, P, N, G = own.R, own.K, own.W, own.H, own.P, own.N, own.G
     nodes = layout_of(frame)
-    weights = LayerWeights(
+    weights = tree_verify.LayerWeights(
         floats(own.conv, (K + 1, own.channels)), floats(own.heads, (3, H)), own.low, own.high
     )
-    buffers = Buffers(
+    buffers = tree_verify.Buffers(
         floats(own.conv_in, (R, K - 1 + W, own.channels)),
         floats(own.xB, (R, W, H * P + G * N)),
         floats(own.dt, (R, W, own.E)),
         floats(own.decay, (R, W, H)),
         floats(own.state, (own.states, H, P, N)),
     )
-    seen = Seen(
+    seen = tree_verify.Seen(
         floats(own.seen_C, (b, T, G, N)),
         ints(own.seen_rows, (b, most + T)),
         ints(own.seen_order, (b, T)),
@@ -177,7 +167,7 @@ def _begin_requests(arguments, first, last):
     xbc = projected[:, own.channels_at : own.channels_at + own.channels]
     dt = raw[:, own.gates_at : own.gates_at + own.E]
     for r in range(first, last):
-        _enter(r, xbc, dt, nodes, weights, buffers, seen)
+        tree_verify._enter(r, xbc, dt, nodes, weights, buffers, seen)
 
 
 def _heads(arguments, first, last):
@@ -185,10 +175,10 @@ def _heads(arguments, first, last):
     own = recurrence_at(arguments)
     nodes, weights, buffers, seen, y = recurrence_of(own)
     H, skip = own.H, weights.heads[2]
-    block = _block_of(own.N, own.E, H)
-    room = _room(nodes.journal.shape[1], nodes.rows.shape[1], own.P, block)
+    block = tree_verify._block_of(own.N, own.E, H)
+    room = tree_verify._room(nodes.journal.shape[1], nodes.rows.shape[1], own.P, block)
     for task in range(first, last):
-        _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
+        tree_verify._head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
 
 def _attention(arguments, first, last):

@@ -10,26 +10,16 @@ import numpy as np
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.abi import bools, floats, ints, reader
 from mamba_eagle.cpu.memory import pointer_to
+from mamba_eagle.cpu.ops import tree_verify
 from mamba_eagle.cpu.ops.accept import accept_and_truncate, append_pending, commit
 from mamba_eagle.cpu.ops.best_token import best_of
-from mamba_eagle.cpu.ops.tree_verify import (
-    _fold_head,
-    begin,
-    empty_journals,
-    extend_journals,
-    fold_in_step,
-)
 from mamba_eagle.cpu.products.transpose import place_in_pairs
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans.layers import frame_at, layout_of, recurrence_at, recurrence_of
 from mamba_eagle.machine_code import kernel, numba
 
 step_at, stored_rows_at = reader(abi.Step), reader(abi.StoredRows)
-append_at, enter_roots_at, best_of_at = (
-    reader(abi.Append),
-    reader(abi.EnterRoots),
-    reader(abi.BestOf),
-)
+append_at, enter_roots_at, best_of_at = map(reader, (abi.Append, abi.EnterRoots, abi.BestOf))
 
 
 @kernel
@@ -101,7 +91,7 @@ def _fold(arguments, first, last):
         if length > 0:
             slot = slots[r]
             rows = path[slot, step.history : step.history + length] - step.history
-            _fold_head(slot, rows, buffers.state[state_slot[slot], h], h, buffers)
+            tree_verify._fold_head(slot, rows, buffers.state[state_slot[slot], h], h, buffers)
 
 
 @kernel
@@ -125,12 +115,12 @@ def _open(arguments, first, last):
     frame = frame_at(step.frame)
     nodes, kept = layout_of(frame), _kept(step)
     (b, T), slots, processed = nodes.rows.shape, nodes.slots, ints(step.processed, step.R)
-    empty_journals(slots, ints(step.folded, b), *kept)
-    begin(
+    tree_verify.empty_journals(slots, ints(step.folded, b), *kept)
+    tree_verify.begin(
         slots, *kept[:3], nodes.state_slots, nodes.journal, nodes.journal_len, nodes.rows,
         nodes.tail,
     )  # fmt: skip
-    fold_in_step(nodes, *kept)
+    tree_verify.fold_in_step(nodes, *kept)
     positions, depths = ints(step.positions, (b, T)), ints(step.depths, (b, T))
     prefix = ints(frame.prefix, b)
     for r in range(b):
@@ -152,7 +142,7 @@ def _commit(arguments, first, last):
         ints(step.tokens, (b, T)), ints(step.parents, (b, T)), ints(step.target, (b, T)),
         ints(step.stops, (R, step.num_stops)), remaining, slots, nodes, tokens, count, finished,
     )  # fmt: skip
-    extend_journals(
+    tree_verify.extend_journals(
         slots, rows, nodes, count, floats(step.features, (b * T, F)), step.history,
         ints(step.path, (R, step.places)), lengths, floats(step.row_features, (R, step.W, F)),
     )  # fmt: skip
