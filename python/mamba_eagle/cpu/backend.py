@@ -170,12 +170,7 @@ class CpuBackend(Backend):
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
 
     def step_program(
-        self,
-        target: Network,
-        kv: KVPool,
-        table: RequestTable,
-        scheme: StateScheme,
-        adapted: bool,
+        self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme, adapted: bool
     ) -> StepProgram | None:
         if not isinstance(scheme, CpuDeferred) or not scheme.has_journal:
             return None

@@ -15,7 +15,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RowScheme, layer_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StatelessScheme
 from mamba_eagle.cpu.ops import tree_verify as cpu
-from mamba_eagle.cpu.programs.layers import FusedLayers
+from mamba_eagle.cpu.programs.layers import FusedLayers, new_layout
 from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, TreeLayout
 from mamba_eagle.model_config import RecurrenceConfig
@@ -115,18 +115,8 @@ class CpuDeferred(RowScheme):
         return TreeLayout(*arrays)._replace(fold=np.zeros(len(lanes.slots), np.bool_))
 
     def _layout(self, slots: np.ndarray, nodes: int, parents: np.ndarray | None) -> TreeLayout:
-        b = len(slots)
-        layout = TreeLayout(
-            slots=slots,
-            state_slots=np.empty(b, np.int64),
-            journal=np.empty((b, self.size.rows), np.int64),
-            journal_len=np.empty(b, np.int64),
-            rows=np.empty((b, nodes), np.int64),
-            parents=parents,
-            ancestors=None,
-            tail=np.empty((b, self.rows.history), np.int64),
-            fold=np.zeros(b, np.bool_),
-        )
+        layout = new_layout(len(slots), nodes, self.size.rows, self.rows.history)
+        layout = layout._replace(slots=slots, parents=parents)
         kept = (self._state_slot, self._path, self._journal_len)
         journals = (layout.state_slots, layout.journal, layout.journal_len)
         cpu.begin(slots, *kept, *journals, layout.rows, layout.tail)

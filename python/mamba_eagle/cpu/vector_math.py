@@ -11,16 +11,8 @@ ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_C0, _C1, _C2 = (
-    np.float32(1.9875691500e-4),
-    np.float32(1.3981999507e-3),
-    np.float32(8.3334519073e-3),
-)
-_C3, _C4, _C5 = (
-    np.float32(4.1665795894e-2),
-    np.float32(1.6666665459e-1),
-    np.float32(5.0000001201e-1),
-)
+_C0, _C1, _C2 = map(np.float32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3))
+_C3, _C4, _C5 = map(np.float32, (4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
 _BIAS, _SHIFT = np.int32(127), np.int32(23)
 _LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
 

@@ -275,20 +275,17 @@ class _Panel:
                 code.store(total, self.y, b.add(first, column))
 
 
-def _product() -> Any:
+@vector_code
+def _product(code: Code, arguments: Any, first: Any, last: Any) -> None:
     """x: the parts of inputs."""
-
-    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
-        b = code.builder
-        registers = _Registers(code)
-        given = code.fields(arguments, abi.Product)
-        panel = _Panel(code, registers, given)
-        panel.configure()
-        with code.loop(b.sub(last, first)) as index:
-            panel.write(b.add(first, index))
-        registers.do("tilerelease")
-
-    return vector_code(write)
+    b = code.builder
+    registers = _Registers(code)
+    given = code.fields(arguments, abi.Product)
+    panel = _Panel(code, registers, given)
+    panel.configure()
+    with code.loop(b.sub(last, first)) as index:
+        panel.write(b.add(first, index))
+    registers.do("tilerelease")
 
 
 split_at = abi.reader(abi.Split)
@@ -300,4 +297,4 @@ def _split_rows(arguments, first, last):  # noqa: ANN001, ANN202
     split_rows(given.x, given.parts, given.inputs, first, last)
 
 
-SPLIT, PRODUCT = SpanKernel(_split_rows), vector_kernel("paired_weights", _product())
+SPLIT, PRODUCT = SpanKernel(_split_rows), vector_kernel("paired_weights", _product)

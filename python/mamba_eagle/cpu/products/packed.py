@@ -54,11 +54,7 @@ class OwnProduct(PackedProduct):
     per_ns: int
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        weight: Tensor | grouped.Blocks,
-        kernel: SpanKernel,
-        block: Any,
+        self, sizes: Sequence[int], weight: Tensor | grouped.Blocks, kernel: SpanKernel, block: Any
     ) -> None:
         """sizes: outputs, inputs. block: of the kernel, with the weight. Most of it stays from call
         to call: a decode step makes a hundred, so each microsecond counts."""

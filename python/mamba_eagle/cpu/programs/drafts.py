@@ -72,7 +72,8 @@ class DraftProgram:
         self.builder = Builder(self.frame, scheme, pools.kv)
         self._keep_tables()
         entry, outputs = self._entry_calls(head, steps), self._output_calls(head, pools.shape.topk)
-        take, lanes, select = map(self._alone, (spans.TAKE, spans.LANES, spans.SELECT))
+        alone = (spans.TAKE, spans.LANES, spans.SELECT)
+        take, lanes, select = (Call(kernel, self.drafts, units=1) for kernel in alone)
         self.scratch = self.builder.scratch
         self.calls = [*self.builder.calls, take, lanes, select]  # programs know their addresses
         self.select = program_of("the choice of drafts", [select])
@@ -84,10 +85,6 @@ class DraftProgram:
         self.depths = Series([self.entries, self.root, *deeper], doubts)
 
     # ── the calls ──
-
-    def _alone(self, kernel: Any) -> Call:
-        """A call of one unit."""
-        return Call(kernel, self.drafts, units=1)
 
     def _shared(self, kernel: Any, block: Any, work: int) -> Call:
         """A call whose units are rows."""
@@ -132,7 +129,7 @@ class DraftProgram:
         self._shared(spans.BEST, own, tokens * NS_PER_LOGIT).lies(logits="logits")
         for name in ("best", "log_probs"):
             build.scratch.want(name, topk * 8)
-        build.calls.append(self._alone(spans.EXPAND))
+        build.calls.append(Call(spans.EXPAND, self.drafts, units=1))
         return list(build.calls[before:])
 
     # ── the memory ──

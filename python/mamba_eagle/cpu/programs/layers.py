@@ -58,11 +58,7 @@ class Builder(Calls):
     about = "layers of a step"
 
     def __init__(
-        self,
-        frame: Any,
-        scheme: Any,
-        pool: KVPool | None,
-        row_slots: abi.RowSlots | None = None,
+        self, frame: Any, scheme: Any, pool: KVPool | None, row_slots: abi.RowSlots | None = None
     ) -> None:
         super().__init__(frame, row_slots)
         self.scheme, self.pool = scheme, pool
@@ -336,6 +332,16 @@ class FusedLayers:
         return parts_of(layers, begin, pool is not None, rotates)
 
 
+def new_layout(b: int, T: int, journal: int, history: int) -> TreeLayout:
+    """Arrays for the trees of b requests, whose journals have at most ``journal`` rows."""
+    slots, state_slots, journal_len = np.zeros((3, b), np.int64)
+    journals, rows, tail = (np.zeros((b, size), np.int64) for size in (journal, T, history))
+    return TreeLayout(
+        slots=slots, state_slots=state_slots, journal=journals, journal_len=journal_len,
+        rows=rows, parents=None, ancestors=None, tail=tail, fold=np.zeros(b, np.bool_),
+    )  # fmt: skip
+
+
 def describe_trees(frame: abi.Frame, layout: TreeLayout) -> int:
     """Point the frame to trees, all but their nodes' parents. Returns the number of requests."""
     frame.point(
@@ -431,9 +437,7 @@ def has_program(layer: Residual, has_pool: bool, rotates: bool = False) -> bool:
     return False
 
 
-def mlp_products(
-    mlp: PackedGatedMLP | GatedMLP | ReluSquaredMLP,
-) -> tuple[Linear | None, Linear]:
+def mlp_products(mlp: PackedGatedMLP | GatedMLP | ReluSquaredMLP) -> tuple[Linear | None, Linear]:
     """The one above its activation, if it is one, and the one below."""
     return (mlp.up_proj, mlp.down_proj) if isinstance(mlp, ReluSquaredMLP) else mlp.products
 

@@ -79,12 +79,7 @@ class PromptBuilder(Builder):
 
 def made_of(c: RecurrenceConfig) -> dict[str, int]:
     """What is made of a token, by name: how many float32 numbers."""
-    return {
-        "convolved": c.conv_dim,
-        "steps": c.gate_size,
-        "decay": c.num_heads,
-        "y": c.inner_size,
-    }
+    return {"convolved": c.conv_dim, "steps": c.gate_size, "decay": c.num_heads, "y": c.inner_size}
 
 
 def entering_ns(c: RecurrenceConfig) -> int:

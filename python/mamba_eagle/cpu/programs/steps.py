@@ -19,16 +19,9 @@ from torch import Tensor
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.programs import Network, Passed
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.programs import layers
 from mamba_eagle.cpu.programs.calls import Call, program_of
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, StoredRows, stored_rows
-from mamba_eagle.cpu.programs.layers import (
-    Builder,
-    describe_attention,
-    describe_trees,
-    normed_by,
-    residuals_of,
-    rotate,
-)
 from mamba_eagle.cpu.programs.products import multiplies, takes_prepared_inputs, width_of
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
@@ -47,7 +40,7 @@ def target_program(
     """None: some part of the model has no program. scheme: a ``CpuDeferred``. adapted: it adds what
     adapters do."""
     rows = stored_rows(parts.embedding)
-    steps = residuals_of(parts.layers, parts.rotary is not None)
+    steps = layers.residuals_of(parts.layers, parts.rotary is not None)
     if rows is None or steps is None:
         return None
     if kv.num_layers and kv.k.dtype != torch.float32:
@@ -86,10 +79,10 @@ class TargetProgram:
         self.size = parts.norm.weight.shape[0]
         self._sized: dict[tuple[int, int], Sized] = {}
         self._keep_tables()
-        build = self.builder = Builder(self.frame, scheme, kv, self.row_slots)
-        build.calls.append(self._alone(spans.CROWDED))
+        build = self.builder = layers.Builder(self.frame, scheme, kv, self.row_slots)
+        build.calls.append(Call(spans.CROWDED, self.step, units=1))
         self._folds(build, steps)
-        build.calls.append(self._alone(spans.OPEN))
+        build.calls.append(Call(spans.OPEN, self.step, units=1))
         self.embed = rows.call(self.size, self.size, parts.scale)
         self.embed.lies(out="stream")
         build.calls.append(self.embed)
@@ -106,16 +99,12 @@ class TargetProgram:
         del build.scratch.wanted["logits"]
         self.width = width_of(parts.logits)
         self.program = program_of("the model's step", build.calls)
-        self._commit = self._alone(spans.COMMIT)
+        self._commit = Call(spans.COMMIT, self.step, units=1)
         self.committing = program_of("accepted tokens", [self._commit])
 
     # ── the calls ──
 
-    def _alone(self, kernel: Any) -> Call:
-        """A call of one unit."""
-        return Call(kernel, self.step, units=1)
-
-    def _folds(self, build: Builder, steps: Sequence[Residual]) -> None:
+    def _folds(self, build: layers.Builder, steps: Sequence[Residual]) -> None:
         for step in steps:
             if isinstance(step.body, Mixer):
                 c = step.body.config
@@ -126,9 +115,9 @@ class TargetProgram:
                 )  # fmt: skip
                 build.recurrence(call, step.body, None)
 
-    def _norm(self, build: Builder) -> Call:
+    def _norm(self, build: layers.Builder) -> Call:
         call = build.call(layer_spans.NORM, abi.Norm(size=self.size), work_per_row=self.size)
-        normed_by(call, self.parts.norm)
+        layers.normed_by(call, self.parts.norm)
         build.rounded(call, self.parts.logits)
         return call
 
@@ -164,22 +153,16 @@ class TargetProgram:
 
     def _new_size(self, b: int, T: int) -> Sized:
         size, history = self.scheme.size, self.scheme.rows.history
-        shapes = {
-            "slots": (b,), "state_slots": (b,), "journal": (b, size.rows),
-            "journal_len": (b,), "rows": (b, T), "tail": (b, history),
-            "folded": (b,), "prefix": (b,), "positions": (b, T),
-        }  # fmt: skip
-        made = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
-        made["fold"] = torch.zeros(b, dtype=torch.bool)
-        folded, prefix, positions = (made.pop(name) for name in ("folded", "prefix", "positions"))
+        folded, prefix, positions = (
+            torch.zeros(shape, dtype=torch.int64) for shape in ((b,), (b,), (b, T))
+        )
         step = abi.Step.from_buffer_copy(self.step)
         step.point(folded=folded, positions=positions)
         step.assign(b=b, T=T, max_journal=size.rows - max(T, size.nodes) - size.spare)
-        arrays = {name: part.numpy() for name, part in made.items()}
-        layout, frame = TreeLayout(parents=None, ancestors=None, **arrays), abi.Frame(rows=b * T)
-        describe_trees(frame, layout)
+        layout, frame = layers.new_layout(b, T, size.rows, history), abi.Frame(rows=b * T)
+        layers.describe_trees(frame, layout)
         sequences = (self.table.kv_slots.numpy(), layout.slots, prefix.numpy())
-        describe_attention(frame, sequences, T)
+        layers.describe_attention(frame, sequences, T)
         return Sized(layout, positions, step, frame, [folded, prefix])
 
     # ── a step ──
@@ -207,7 +190,7 @@ class TargetProgram:
         self.embed.block.tokens, self.logits.block.y = step.tokens, logits.data_ptr()
         rotation = self._rotation(slots, tree)
         if rotation is not None:
-            rotate(frame, rotation)
+            layers.rotate(frame, rotation)
         self.program.run(n, b, b)
         outputs, scale = self.parts.logits.weight.shape[0], self.parts.logits_scale
         if outputs != self.width:

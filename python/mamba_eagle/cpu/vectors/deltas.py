@@ -149,11 +149,9 @@ class _Block(StateCode):
             code.store(value, target, b.add(at, place))
 
 
-def _write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+@vector_code
+def step_blocks(code: Code, arguments: Any, first: Any, last: Any) -> None:
     _Block(code, arguments).write(first, last)
-
-
-step_blocks = vector_code(_write)
 
 
 @strictly
