@@ -26,6 +26,8 @@ class SpanKernel:
     """A function ``f(arguments, first, last)`` in Numba's code, which is called for spans of units,
     on as many threads as there are. ``prepare`` compiles it, or loads it from Numba's cache."""
 
+    address: int  # of the function, after ``prepare``
+
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
         self.function = function
         self._compiled: Any = None
@@ -33,15 +35,9 @@ class SpanKernel:
     def prepare(self) -> None:
         if self._compiled is None:
             self._compiled = team.compiled(self.function)
-            self._call, self._address = self._compiled.ctypes, self._compiled.address
+            self._call, self.address = self._compiled.ctypes, self._compiled.address
             if num_threads() > 1:
-                _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing
-
-    @property
-    def address(self) -> int:
-        """Of the function, after ``prepare``."""
-        address: int = self._address
-        return address
+                _spread.parallel(self.address, 0, 0, 0)  # compiles it, and calls nothing
 
     def __call__(self, units: int, work: int, arguments: Block) -> None:
         """units: what is shared out to threads; work: nanoseconds that it would take one core,
@@ -49,15 +45,15 @@ class SpanKernel:
         self.prepare()
         self.run(units, work, arguments.address)
 
-    def run(self, units: int, work: int, address: int) -> None:
+    def run(self, units: int, work: int, arguments: int) -> None:
         """The same with the address of the arguments, after ``prepare``."""
         threads = num_threads()
-        if threads > 1 and work >= MIN_SHARED and team.share(self._address, address, units):
+        if threads > 1 and work >= MIN_SHARED and team.share(self.address, arguments, units):
             return
         if threads > 1 and work >= MIN_PARALLEL:
-            _spread.parallel(self._address, address, units, threads)
+            _spread.parallel(self.address, arguments, units, threads)
         else:
-            self._call(address, 0, units)
+            self._call(arguments, 0, units)
 
 
 _code: Any = None  # in the globals of each kernel that ``vector_kernel`` makes

@@ -10,21 +10,8 @@ import numpy as np
 
 from mamba_eagle.cpu.threads import threaded
 from mamba_eagle.cpu.vector_math import ONE, ZERO, copy_row, exp
-from mamba_eagle.cpu.vectors.sums import (
-    COLUMNS,
-    LANES,
-    ROWS,
-    WIDTH,
-    add_four_rows,
-    add_narrow_row,
-    add_one_row,
-    add_products_of_four,
-    add_products_of_one,
-    add_products_of_two,
-    add_two_rows,
-    add_up_lanes,
-    largest_of,
-)
+from mamba_eagle.cpu.vectors import sums
+from mamba_eagle.cpu.vectors.sums import COLUMNS, LANES, ROWS, WIDTH
 from mamba_eagle.machine_code import kernel, prange, strictly
 
 INFINITY = np.float32(np.inf)
@@ -53,21 +40,21 @@ def _scores(queries, pool_k, kv_head, table, scale, weights):
     scales[:] = scale
     while m + ROWS <= M:
         for j in range(0, n, COLUMNS):
-            add_products_of_four(
+            sums.add_products_of_four(
                 weights, m * n + j, n, scales, 0, queries, m * D, D,
                 flat, kv_head * D, kv * D, table, j, D,
             )  # fmt: skip
         m += ROWS
     if m + 2 <= M:
         for j in range(0, n, LANES // 2):
-            add_products_of_two(
+            sums.add_products_of_two(
                 weights, m * n + j, n, scales, 0, queries, m * D, D,
                 flat, kv_head * D, kv * D, table, j, D,
             )  # fmt: skip
         m += 2
     while m < M:
         for j in range(0, n, LANES):
-            add_products_of_one(
+            sums.add_products_of_one(
                 weights, m * n + j, n, scales, 0, queries, m * D, D,
                 flat, kv_head * D, kv * D, table, j, D,
             )  # fmt: skip
@@ -91,27 +78,27 @@ def _values(weights, pool_v, kv_head, table, n, result):
     while m + ROWS <= M:
         for d in range(0, wide, WIDTH):
             of_head = kv_head * D + d
-            add_four_rows(
+            sums.add_four_rows(
                 result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
             )
         m += ROWS
     if m + 2 <= M:
         for d in range(0, wide, WIDTH):
             of_head = kv_head * D + d
-            add_two_rows(
+            sums.add_two_rows(
                 result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
             )
         m += 2
     for last in range(m, M):
         for d in range(0, wide, WIDTH):
             of_head = kv_head * D + d
-            add_one_row(
+            sums.add_one_row(
                 result, last * D + d, D, weights, last * W, W, 1, flat, of_head, kv * D, table, n
             )
     for each in range(M):
         for d in range(wide, D, LANES):
             of_head = kv_head * D + d
-            add_narrow_row(
+            sums.add_narrow_row(
                 result, each * D + d, D, weights, each * W, W, 1, flat, of_head, kv * D, table, n
             )
 
@@ -220,17 +207,17 @@ def _softmax_of_seen(scores, hidden, seen, path):
     """
     for j in range(len(scores)):
         scores[j] = -INFINITY if hidden[j] else scores[j]
-    largest, total = largest_of(scores, len(scores)), ZERO
+    largest, total = sums.largest_of(scores, len(scores)), ZERO
     for j in range(len(scores)):
         scores[j] = ZERO if hidden[j] else exp(scores[j] - largest)
-    sums = np.empty(LANES, np.float32)
-    add_up_lanes(sums, scores, seen)
+    by_lane = np.empty(LANES, np.float32)
+    sums.add_up_lanes(by_lane, scores, seen)
     for j in range(seen // LANES * LANES, seen):
-        sums[j % LANES] += scores[j]
+        by_lane[j % LANES] += scores[j]
     for i in range(len(path)):
-        sums[(seen + i) % LANES] += scores[path[i]]
+        by_lane[(seen + i) % LANES] += scores[path[i]]
     for lane in range(LANES):
-        total += sums[lane]
+        total += by_lane[lane]
     inverse = ONE / total
     for j in range(len(scores)):
         scores[j] *= inverse

@@ -84,6 +84,8 @@ class _Tile:
         """asks: for what is read later; the first pass over a panel does, for all."""
         self.code = Code(code.builder, PAIR)
         self.kind, self.asks = kind, asks
+        # of a weight: its type and size
+        self.stored, self.bytes = {"bfloat": (I16, 2), "half": (HALF, 2), "float": (F32, 4)}[kind]
         self.rows, self.vectors = range(rows), range(0, outputs, self.code.lanes)
 
     def write(self, given: Any, row: Any, panel: Any, output: int) -> None:
@@ -126,15 +128,6 @@ class _Tile:
             for v, numbers in enumerate(wide):
                 place = sums[r * len(wide) + v]
                 b.store(code.multiply_add(numbers, factor, b.load(place)), place)
-
-    @property
-    def stored(self) -> Any:
-        """The type of a weight."""
-        return {"bfloat": I16, "half": HALF, "float": F32}[self.kind]
-
-    @property
-    def bytes(self) -> int:
-        return 4 if self.kind == "float" else 2
 
     def _numbers(self, row: Any) -> list[Any]:
         """The weights of an input, as float32."""
