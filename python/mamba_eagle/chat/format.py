@@ -58,11 +58,6 @@ class ChatFormat:
             else:
                 raise FamilyError(f"its response_template: {wrong}")
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template says anything of tools."""
-        return "tools" in self.template.source(with_tools=True)
-
     def prefix(self, prompt: str) -> str:
         """The part of the assistant's message that the prompt already has."""
         if self.family is None:

@@ -87,10 +87,7 @@ class JsonCalls(LiveCalls):
     )
     MARK = re.compile(r'["{}\[\]]|\\.|\\$', re.DOTALL)
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]], most: int | None) -> None:
-        super().__init__(tools, most)
-        self._depth = 0
-        self._in_text = False
+    _depth, _in_text = 0, False
 
     def feed(self, text: str) -> list[CallPiece]:
         pieces: list[CallPiece] = []

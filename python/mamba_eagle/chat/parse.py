@@ -83,7 +83,7 @@ class FamilyParser(OutputParser):
         max_calls: int | None = None,
         is_live: bool = False,
     ) -> None:
-        self._form = _form(_key(family))
+        self._form = _form(json.dumps(family.template))
         self._tools = list(tools)
         self._properties = tool_properties(tools)
         self._is_live = is_live
@@ -235,10 +235,6 @@ def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _key(family: Family) -> str:
-    return json.dumps(family.template, sort_keys=False)
-
-
 @lru_cache(maxsize=64)
 def _form(template: str) -> _Form:
     return _Form(json.loads(template))
@@ -247,7 +243,7 @@ def _form(template: str) -> _Form:
 def template_problem(family: Family) -> str:
     """Why transformers does not take the family's template; "" if it does."""
     try:
-        _form(_key(family))
+        _form(json.dumps(family.template))
     except Exception as error:  # transformers' own checks, and those of regular expressions
         return str(error)
     return ""

@@ -59,11 +59,7 @@ class Vocabulary:
         except Exception as error:  # llguidance raises whatever its Rust side says
             raise NoVocabulary(f"llguidance cannot read this tokenizer: {error}") from None
         self.size, self.eos = size, tuple(eos)
-
-    @property
-    def words(self) -> int:
-        """32-bit words of one mask."""
-        return (self.size + 31) // 32
+        self.words = (size + 31) // 32  # of one mask, of 32 bits each
 
     def matcher(self, text: str) -> LLMatcher:
         """One at the start of the grammar ``text``; what is wrong with it is ``get_error()``."""
