@@ -215,16 +215,14 @@ def untouched(schema: Schema, must: str = "") -> Kind:
 TEXT = Kind(as_text, "must be a string of valid Unicode", STRING)
 INTEGER_KIND = Kind(as_integer, "must be an integer", INTEGER)
 NUMBER = Kind(as_number, "must be a finite number", {"type": "number"})
-OBJECT = Kind(
-    lambda value: value if isinstance(value, dict) else None,
-    "must be an object",
-    {"type": "object"},
-)
-FLAG = Kind(
-    lambda value: value if isinstance(value, bool) else None,
-    "must be true or false",
-    {"type": "boolean"},
-)
+
+
+def instance_of(types: type | tuple[type, ...], must: str, schema: Schema) -> Kind:
+    return Kind(lambda value: value if isinstance(value, types) else None, must, schema)
+
+
+OBJECT = instance_of(dict, "must be an object", {"type": "object"})
+FLAG = instance_of(bool, "must be true or false", {"type": "boolean"})
 
 
 # --allow-unknown-fields, where a body is being read

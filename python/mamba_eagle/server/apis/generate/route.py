@@ -155,9 +155,7 @@ class Reply:
 class PieceReply(Reply):
     """What is new since the last event: a stream as long as its text, not as its square."""
 
-    def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
-        super().__init__(sample, tokenizer, with_text)
-        self._told_ids = 0
+    _told_ids = 0
 
     def as_dict(self) -> dict[str, Any]:
         text, new_ids = self.sample.new_text(), self.sample.output_ids[self._told_ids :]

@@ -156,7 +156,7 @@ def _read_chat(body: Rendered, format: ChatFormat, tools: Tools | None) -> Chat:
 
 def _check_tools(given: list[Any], format: ChatFormat) -> None:
     """Raises: RequestError 400 if the model could not use tools, or its calls not be read."""
-    if not format.takes_tools:
+    if "tools" not in format.template.source(with_tools=True):
         remedy = (
             "this model's chat template says nothing of tools: start the server with one that "
             "does (--chat-template), or leave them out"

@@ -33,11 +33,8 @@ CONTENT = kinds.Kind(
 ROLE = kinds.Kind(
     lambda value: kinds.as_text(value) or None, "must be a string such as user", kinds.STRING
 )
-ARGUMENTS = kinds.Kind(
-    lambda value: value if isinstance(value, (str, dict)) else None,
-    "must be a JSON object as text",
-    kinds.any_of(kinds.STRING, {"type": "object"}),
-)
+OBJECT_OR_TEXT = kinds.any_of(kinds.STRING, {"type": "object"})
+ARGUMENTS = kinds.instance_of((str, dict), "must be a JSON object as text", OBJECT_OR_TEXT)
 
 
 class CalledFunction(Content):
