@@ -8,6 +8,7 @@ from mamba_eagle.cpu import team
 from mamba_eagle.cpu.abi import Block
 from mamba_eagle.cpu.memory import call_function
 from mamba_eagle.cpu.threads import num_threads, threaded
+from mamba_eagle.cpu.vectors.code import vector_code
 from mamba_eagle.machine_code import prange
 
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
@@ -63,10 +64,10 @@ def _vector_code_alone(arguments, first, last):  # noqa: ANN001, ANN202
     _code(arguments, first, last)
 
 
-def vector_kernel(name: str, code: Any) -> SpanKernel:
-    """A kernel that is ``vector_code`` and nothing else. name: Numba's cache tells kernels apart by
-    it."""
-    own = {**globals(), "_code": code}
+def vector_kernel(name: str, write: Callable[..., None]) -> SpanKernel:
+    """A kernel that is ``vector_code(write)`` and nothing else. name: Numba's cache tells kernels
+    apart by it."""
+    own = {**globals(), "_code": vector_code(write)}
     function = FunctionType(_vector_code_alone.__code__, own, name)
     function.__qualname__ = name
     return SpanKernel(function)

@@ -15,7 +15,7 @@ from mamba_eagle.cpu.products import panels as linear
 from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, multiplies
 from mamba_eagle.cpu.programs.embeddings import GroupedRows, stored_rows
 from mamba_eagle.cpu.span_kernels import SpanKernel
-from mamba_eagle.cpu.vectors.code import has
+from mamba_eagle.cpu.vectors.code import has, vector_code
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix, int4_groups, int8_groups
@@ -180,8 +180,10 @@ def test_matrices_without_a_product_are_named() -> None:
 
 
 EIGHT, FOUR = (cpu.Form(bits, wide=False, minimum=bits == 4) for bits in (8, 4))
-FOR_BYTES, FOR_PAIRS = (cpu.grouped_product(EIGHT, dots) for dots in (cpu.byte_dots, cpu.PairDots))
-FOR_HALVES = cpu.grouped_product(FOUR, cpu.PairDots)
+FOR_BYTES, FOR_PAIRS, FOR_HALVES = (
+    vector_code(cpu.grouped_product(form, dots))
+    for form, dots in ((EIGHT, cpu.byte_dots), (EIGHT, cpu.PairDots), (FOUR, cpu.PairDots))
+)
 
 
 def by_bytes(arguments, first, last):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201

@@ -27,6 +27,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
@@ -36,19 +37,7 @@ from mamba_eagle.cpu.memory import generated
 from mamba_eagle.cpu.products.panels import BLOCKS, PANEL, panels
 from mamba_eagle.cpu.products.panels import rows_of as rows_of_panels
 from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
-from mamba_eagle.cpu.vectors.code import (
-    F32,
-    FLOATS,
-    I8,
-    I16,
-    I64,
-    INTS,
-    LANES,
-    Code,
-    has,
-    ir,
-    vector_code,
-)
+from mamba_eagle.cpu.vectors.code import F32, FLOATS, I8, I16, I64, INTS, LANES, Code, has
 
 PARTS = 3  # of an input
 TILE_ROWS = 5  # rows of inputs whose parts fit into the 16 rows of a tile
@@ -275,7 +264,6 @@ class _Panel:
                 code.store(total, self.y, b.add(first, column))
 
 
-@vector_code
 def _product(code: Code, arguments: Any, first: Any, last: Any) -> None:
     """x: the parts of inputs."""
     b = code.builder

@@ -15,26 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.memory import pointer_to
 from mamba_eagle.cpu.products.transpose import transpose
 from mamba_eagle.cpu.span_kernels import SpanKernel, vector_kernel
-from mamba_eagle.cpu.vectors.code import (
-    F32,
-    FLOATS,
-    HALF,
-    I8,
-    I32,
-    I64,
-    INTS,
-    LANES,
-    Code,
-    has,
-    ir,
-    vector_code,
-)
+from mamba_eagle.cpu.vectors.code import F32, FLOATS, HALF, I8, I32, I64, INTS, LANES, Code, has
 from mamba_eagle.cpu.vectors.rounding import GROUP, round_groups
 from mamba_eagle.machine_code import exactly, numba
 from mamba_eagle.quantization.group_rounding import order_nibbles
@@ -245,7 +233,7 @@ def grouped_product(form: Form, dots: Callable[[Code, int], Dots] = dots_of_this
                 ),
             )
 
-    return vector_code(write)
+    return write
 
 
 class _Tile:

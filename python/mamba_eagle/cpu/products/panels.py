@@ -16,7 +16,7 @@ from torch import Tensor
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.products.transpose import PAIR, place_in_pairs, transpose
 from mamba_eagle.cpu.span_kernels import vector_kernel
-from mamba_eagle.cpu.vectors.code import F32, HALF, I16, I32, I64, LANES, Code, has, vector_code
+from mamba_eagle.cpu.vectors.code import F32, HALF, I16, I32, I64, LANES, Code, has
 
 BLOCKS = 4  # of outputs, per panel
 PANEL = BLOCKS * LANES
@@ -74,7 +74,7 @@ def _product(kind: str) -> Any:
 
             code.row_tiles(given.rows, tile, max(SHARED))
 
-    return vector_code(write)
+    return write
 
 
 class _Tile:

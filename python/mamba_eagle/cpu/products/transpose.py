@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.span_kernels import vector_kernel
-from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, has, ir, vector_code
+from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, has, ir
 from mamba_eagle.machine_code import exactly
 
 BYTES_PER_NS = 4  # that a core transposes
@@ -58,7 +58,7 @@ def _blocks(bits: int, paired: bool = False) -> Any:
                 for i, column in enumerate(columns):
                     code.store(column, out, b.mul(width, I64(i)))
 
-    return vector_code(write)
+    return write
 
 
 def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
