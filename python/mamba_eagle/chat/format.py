@@ -6,15 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
-from mamba_eagle.chat.family import (
-    CONTENT,
-    NONE,
-    REASONING,
-    Family,
-    FamilyError,
-    family_of,
-    read_family,
-)
+from mamba_eagle.chat import family as families
 from mamba_eagle.chat.parse import FamilyParser, template_problem
 from mamba_eagle.chat.render import ChatTemplate, template_source
 from mamba_eagle.chat.thinking import Budget, token_set
@@ -49,14 +41,14 @@ class ChatFormat:
         self.special_tokens = special_tokens
         own = getattr(hf, "response_template", None)
         chat_template = self.template.source(with_tools=True)
-        self.family = family_of(own, chat_template, call_parser, reasoning_parser)
+        self.family = families.family_of(own, chat_template, call_parser, reasoning_parser)
         if self.family is not None and (wrong := template_problem(self.family)):
             if {call_parser, reasoning_parser} & {"auto"} and own is not None:
                 # A mistake in the checkpoint does not keep it from being served.
                 log.warning("response_template of the checkpoint: %s; it is not used", wrong)
                 self.family = None
             else:
-                raise FamilyError(f"its response_template: {wrong}")
+                raise families.FamilyError(f"its response_template: {wrong}")
 
     def prefix(self, prompt: str) -> str:
         """The part of the assistant's message that the prompt already has."""
@@ -64,7 +56,7 @@ class ChatFormat:
             return ""
         return after_last_anchor(self.family.template, prompt)
 
-    def reader(self, with_calls: bool, with_reasoning: bool) -> Family | None:
+    def reader(self, with_calls: bool, with_reasoning: bool) -> families.Family | None:
         """The part of the family that a request wants separated; None: it wants none."""
         family = self.family
         if family is None:
@@ -86,14 +78,14 @@ class ChatFormat:
         others = self._all_but(end[0], *sorted(stops))
         return Budget(tokens, end[0], end[0] in self.special_tokens.values(), others)
 
-    def kept_tokens(self, family: Family | None) -> frozenset[int]:
+    def kept_tokens(self, family: families.Family | None) -> frozenset[int]:
         """Special tokens that its parts begin and end with: they must be in the text."""
         if family is None:
             return frozenset()
         edges = " ".join(
             str(part[edge])
             for name, part in family.fields.items()
-            if name != CONTENT
+            if name != families.CONTENT
             for edge in EDGES
             if edge in part
         ).replace("\\", "")
@@ -112,14 +104,14 @@ def after_last_anchor(template: Mapping[str, Any], prompt: str) -> str:
     return prompt[max(ends) :] if ends else ""
 
 
-def reasoning_is(family: Family | None, prefix: str) -> str:
+def reasoning_is(family: families.Family | None, prefix: str) -> str:
     """``open``: the prompt ends inside reasoning. ``possible``: the model may begin with it.
     ``over``: neither."""
     if family is None or not family.reads_reasoning:
         return "over"
     parser = FamilyParser(family, prefix)
     parser.feed("\0")  # until something follows, a tag at the end might still go on
-    if parser.field == REASONING:
+    if parser.field == families.REASONING:
         return "open"
     return "over" if prefix.strip() else "possible"
 
@@ -134,11 +126,11 @@ def chat_problems(config: ServerConfig) -> list[str]:
             problems.append(f"--chat-template {shown(config.chat_template)[1:-1]}: {error}")
     for name in ("tool_call_parser", "reasoning_parser"):
         value = getattr(config, name)
-        if value in ("auto", NONE):
+        if value in ("auto", families.NONE):
             continue
         try:
-            wrong = template_problem(read_family(value))
-        except FamilyError as error:
+            wrong = template_problem(families.read_family(value))
+        except families.FamilyError as error:
             wrong = str(error)
         if wrong:
             problems.append(f"{flag_of(name)} {shown(value)[1:-1]}: {wrong}")

@@ -10,14 +10,7 @@ from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import Grammar, any_of
 from mamba_eagle.limits import MAX_THINKING_BUDGET
 from mamba_eagle.server.apis.openai.tools import Tools
-from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.grammars import (
-    Constraint,
-    Formatted,
-    Grammars,
-    read_constraint,
-    refusal,
-)
+from mamba_eagle.server.bodies import grammars, kinds
 from mamba_eagle.server.bodies.kinds import Body, says
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
@@ -32,7 +25,7 @@ class Thought(Body):
     thinking_token_budget: Annotated[int | None, BUDGET] = says("as thinking_budget")
 
 
-class ConstrainedChat(Formatted, Thought):
+class ConstrainedChat(grammars.Formatted, Thought):
     """What makes the grammar of a chat."""
 
 
@@ -44,12 +37,12 @@ def chat_grammar(
     Raises: RequestError 400
     """
     family = state.chat.family
-    asked = read_constraint(body, state.grammars)
+    asked = grammars.read_constraint(body, state.grammars)
     budget = _budget(body, state, family)
     made, calls = asked, None
     if tools is not None:
         assert family is not None  # refused otherwise
-        calls = _Calls(state.grammars, family, tools)
+        calls = _Calls(state, family, tools)
         if tools.must_call and asked is not None:
             # A form is for text, and there will be none: some clients send both (instructor).
             state.grammars.check(asked.grammar, asked.path)
@@ -101,8 +94,8 @@ class _Calls:
     Raises: RequestError 400
     """
 
-    def __init__(self, grammars: Grammars, family: Family, tools: Tools) -> None:
-        self.grammars, self.tools, self._family = grammars, tools, family
+    def __init__(self, state: ServerState, family: Family, tools: Tools) -> None:
+        self.grammars, self.tools, self._family = state.grammars, tools, family
         self._callable = {  # by place
             place: CallableTool(one.name, one.parameters, tools.must_call or bool(one.strict))
             for place, one in enumerate(tools.functions)
@@ -110,7 +103,7 @@ class _Calls:
         }
         self._arguments: list[Grammar] = []  # of those that are constrained
 
-    def constraint(self, asked: Constraint | None) -> Constraint | None:
+    def constraint(self, asked: grammars.Constraint | None) -> grammars.Constraint | None:
         """The constraint of the whole answer; None: the model may write anything."""
         tools = list(self._callable.values())
         if asked is None and not any(tool.strict for tool in tools):
@@ -123,9 +116,9 @@ class _Calls:
         parallel = self.tools.parallel and self.tools.choice != "named"
         if asked is not None:
             either = any_of(makers.forced(tools, parallel), asked.grammar)
-            return Constraint(either, asked.path)
+            return grammars.Constraint(either, asked.path)
         make = makers.forced if self.tools.must_call else makers.allowed
-        return Constraint(make(tools, parallel), "tools")
+        return grammars.Constraint(make(tools, parallel), "tools")
 
     def check_each(self) -> None:
         """Raises: RequestError 400 for the first tool whose own schema cannot be served"""
@@ -135,7 +128,7 @@ class _Calls:
         try:
             return makers.arguments(self._callable[place])
         except GrammarError as error:
-            raise refusal(_path(place), error.path, str(error)) from None
+            raise grammars.refusal(_path(place), error.path, str(error)) from None
 
 
 def _path(place: int) -> str:
