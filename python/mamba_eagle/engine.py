@@ -204,8 +204,7 @@ class Engine(EngineLoop):
         return self._post("/resume_memory_occupation", tags=list(tags))
 
     def _post(self, path: str, **body: Any) -> Reply:
-        reply: Reply = self._wait(_reply(self._app, path, body))
-        return reply
+        return self._wait(_reply(self._app, path, body))
 
     async def async_post(self, path: str, body: Parameters) -> Answer:
         """What any POST route replies, errors too."""

@@ -96,8 +96,7 @@ def ask_engine(config: EngineConfig, text: str, sampling: dict[str, Any]) -> dic
     settings = {**vars(config), "speculative_adaptive": False, "log_level": "warning"}
     try:
         with Engine(**settings) as engine:
-            reply: dict[str, Any] = engine.generate(text, sampling, return_spec_trace=True)
-            return reply
+            return engine.generate(text, sampling, return_spec_trace=True)
     except EngineError as error:
         raise ExplainError(str(error)) from None
 

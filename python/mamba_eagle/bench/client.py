@@ -105,8 +105,7 @@ class Client:
     async def tokenize(self, text: str) -> list[int]:
         with self._translated():
             response = await self._http.post("/tokenize", json={"prompt": text})
-        tokens: list[int] = self._content(response)["tokens"]
-        return tokens
+        return self._content(response)["tokens"]
 
     async def cache(self) -> Reply:
         """What the prefix cache holds."""

@@ -65,8 +65,7 @@ class Family:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        fields: Mapping[str, Any] = self.template["fields"]
-        return fields
+        return self.template["fields"]
 
     @property
     def reads_calls(self) -> bool:

@@ -168,7 +168,7 @@ class ChatTemplate:
             ]
 
         def work() -> str:
-            text: str = self.hf.apply_chat_template(
+            return self.hf.apply_chat_template(
                 messages,
                 tools=list(chat.tools) if chat.tools is not None else None,
                 documents=list(chat.documents) if chat.documents is not None else None,
@@ -178,7 +178,6 @@ class ChatTemplate:
                 tokenize=False,
                 **chat.arguments,
             )
-            return text
 
         try:
             return run_bounded(work, self.max_seconds)

@@ -52,8 +52,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     schemas describe together."""
     if schema.get("type", "object") == "object":
         schema = {"properties": {}, **schema}
-    made: dict[str, Any] = _closed(schema)
-    return made
+    return _closed(schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -207,7 +207,7 @@ def text_pattern(text: str) -> str:
 
 def _lark_of(text: str) -> str:
     try:
-        lark: str = any_to_lark(text)
+        return any_to_lark(text)
     except GbnfToLarkError as error:
         first = str(error).partition("\n")[0]
         raise GrammarError(f"neither GBNF (root ::= ...) nor Lark (start: ...): {first}") from None
@@ -215,7 +215,6 @@ def _lark_of(text: str) -> str:
         raise GrammarError("it is nested too deeply: write it flatter") from None
     except Exception as error:  # the converter raises plain Exceptions, such as for unknown rules
         raise GrammarError(f"it cannot be read as GBNF: {shown(str(error))}") from None
-    return lark
 
 
 def _readable(text: str, what: str) -> None:

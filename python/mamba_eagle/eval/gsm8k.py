@@ -114,8 +114,7 @@ def synthetic_prompts(
     tokenizer = load_tokenizer(config)
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     problems = read_examples(EMBEDDED_PROBLEMS)
     asked = sorted(problems, key=lambda problem: -len(problem.answer))

@@ -103,8 +103,7 @@ class WindowFactory:
         return WindowDetokenizer(self.decode, self.byte_values, prompt_ids, skipped)
 
     def decode(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+        return self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         value = self.byte_values.get(token_id)

@@ -150,10 +150,7 @@ class Launch(ABC):
             return Nodes(self.fail)
         # Ray is an extra.
         ray_nodes = importlib.import_module("mamba_eagle.server.engine.ray_nodes")
-        nodes: Nodes = ray_nodes.RayNodes(
-            self.config, engine_part(self.given), self.socket_dir, self.fail
-        )
-        return nodes
+        return ray_nodes.RayNodes(self.config, engine_part(self.given), self.socket_dir, self.fail)
 
     # ── start ────────────────────────────────────────────────────────────────────────────────
 

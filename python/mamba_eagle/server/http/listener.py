@@ -174,5 +174,4 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         uvloop = importlib.import_module("uvloop")  # not available on every system
     except ImportError:
         return asyncio.run(main)
-    result: T = uvloop.run(main)
-    return result
+    return uvloop.run(main)

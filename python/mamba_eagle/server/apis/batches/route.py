@@ -35,8 +35,7 @@ class BatchBody(Body):
 
 
 def _store(request: Request) -> BatchStore:
-    store: BatchStore = request.app.state.batches
-    return store
+    return request.app.state.batches
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────

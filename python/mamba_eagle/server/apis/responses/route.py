@@ -154,8 +154,7 @@ router = APIRouter()
 
 
 def _store(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.responses
-    return store
+    return request.app.state.responses
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponseBody))
