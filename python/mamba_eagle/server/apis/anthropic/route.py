@@ -10,7 +10,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.chat.family import CALLS, REASONING
-from mamba_eagle.core import FinishReason
 from mamba_eagle.server.apis.anthropic.body import MessagesBody, count_tokens, parse_message
 from mamba_eagle.server.apis.openai import parts
 from mamba_eagle.server.bodies.kinds import takes
@@ -110,15 +109,13 @@ def _stop(written: parts.Written) -> dict[str, Any]:
     finish = written.sample.finish
     assert finish is not None
     matched = finish.matched if isinstance(finish.matched, str) else None
-    return {"stop_reason": _reason(finish, written.has_calls()), "stop_sequence": matched}
-
-
-def _reason(finish: FinishReason, has_calls: bool) -> str:
     if finish.kind == "length":
-        return "max_tokens"
-    if isinstance(finish.matched, str):
-        return "stop_sequence"
-    return "tool_use" if has_calls else "end_turn"
+        reason = "max_tokens"
+    elif matched is not None:
+        reason = "stop_sequence"
+    else:
+        reason = "tool_use" if any(part.field == CALLS for part in written.parts) else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": matched}
 
 
 def _usage(written: parts.Written) -> dict[str, Any]:

@@ -55,9 +55,6 @@ class Written:
         self._parser = job.make_parser()
         self._open: Part | None = None
 
-    def has_calls(self) -> bool:
-        return any(part.field == CALLS for part in self.parts)
-
     def news(self) -> Iterator[News]:
         """What is new since the last call."""
         finish = self.sample.finish
