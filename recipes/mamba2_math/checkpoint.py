@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import nn
 
-from mamba2_math.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
-from mamba_eagle.train.trainer import save_weights, write_json
+from mamba2_math.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json
+from mamba_eagle.train.trainer import save_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

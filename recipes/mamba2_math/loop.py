@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba2_math.data import SequenceStream
-from mamba_eagle.train.trainer import Every, autocast, make_optimizer, stop_on_signals
+from mamba_eagle.train.trainer import autocast, make_optimizer, stop_on_signals
 
 WARM_UP = 0.02  # fraction of the run in which the learning rate rises
 LR_FLOOR = 0.005  # learning rate at the end, relative to its peak
@@ -83,6 +83,20 @@ def learning_rate(peak: float, fraction: float) -> float:
     if fraction < WARM_UP:
         return peak * max(fraction, 1e-4) / WARM_UP
     return peak * max(LR_FLOOR, (1 - fraction) / (1 - WARM_UP))
+
+
+class Every:
+    """Returns True at most once per ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 class Rescue:

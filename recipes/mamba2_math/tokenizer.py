@@ -11,12 +11,12 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba2_math.draft import document
 from mamba2_math.problems import generate
-from mamba_eagle.train.trainer import write_json
 
 VOCAB_SIZE = 2048
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -81,6 +81,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Token
             f"the text gave {tokenizer.get_vocab_size()} of {vocab_size} tokens: give more text"
         )
     return tokenizer
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
