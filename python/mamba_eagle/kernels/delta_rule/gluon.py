@@ -103,8 +103,8 @@ def verify_kernel(
     request = gl.program_id(1)
     head = first // P
 
-    # All of this was written before the kernel that makes the weights began to wait. Ids past a
-    # journal's end are read as well, so that no load waits for two others.
+    # All of this was written before the kernel that makes the weights stopped waiting, and this one
+    # starts after that. Ids past a journal's end are read as well: so no load waits for two others.
     packed = gl.arange(0, JP, gl.SliceLayout(0, small_left))
     row = gl.load(journal + request * M + packed, mask=packed < M, other=0).to(gl.int32)
     length = gl.load(journal_len + request).to(gl.int32)
