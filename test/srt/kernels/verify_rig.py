@@ -64,7 +64,7 @@ def random_mixer(
     config: Mamba2Config | DeltaConfig, index: int, seed: int
 ) -> Mamba2Mixer | GatedDeltaNet:
     kind = Qwen35DeltaNet if isinstance(config, DeltaConfig) else Mamba2Mixer
-    layer: Any = kind(config, HIDDEN, 1e-5, index)
+    layer: Any = kind(config, HIDDEN, index, 1e-5)
     random_weights(layer, seed)
     generator = torch.Generator().manual_seed(seed)
     parts = [layer.conv1d.weight]
