@@ -45,7 +45,6 @@ from mamba_eagle.backend.triton.builds import (
 )
 from mamba_eagle.backend.triton.exact_backend import ExactBackend
 from mamba_eagle.backend.triton.layer_ops import TritonOps
-from mamba_eagle.kernels.delta_rule import gluon as delta_gluon
 from mamba_eagle.kernels.delta_rule import triton as delta
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.float8 import gluon as float8_gluon
@@ -451,7 +450,7 @@ def attend_by_warp_groups() -> None:
     "module, launch",
     [
         (tree_gluon, verify_in_registers),
-        (delta_gluon, verify_few_nodes),
+        (delta.gluon, verify_few_nodes),
         (float8_gluon, multiply_blocks_in_registers),
         (prompt_attention, attend_by_warp_groups),
         (four_bit_gluon, multiply_in_registers),

@@ -37,7 +37,7 @@ from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.parallel.groups import Channel
-from mamba_eagle.runner import assemble as assemble_module
+from mamba_eagle.runner import stages
 from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
@@ -124,7 +124,7 @@ def test_captured_steps_of_cohorts_leave_each_other_alone(
     """Graphs of all kinds have the same memory: whatever a step does not save, the next one
     spoils."""
     capture_again(monkeypatch)
-    monkeypatch.setattr(assemble_module, "mail_for", lambda *_: object())
+    monkeypatch.setattr(stages, "mail_for", lambda *_: object())
     occupy, switches = GraphedSteps.occupy, [0]
 
     def spoil(self: GraphedSteps, run: GraphedRun | None) -> None:

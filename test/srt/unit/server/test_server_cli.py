@@ -78,7 +78,7 @@ def test_without_a_temporary_folder_the_remedy_is_named(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("name", "problem"), [("x" * 100, "107 is the"), ("\udcff", "UTF-8")])
-def test_a_temporary_folder_that_sockets_cannot_be_in_is_named(
+def test_tmpdir_without_sockets(
     name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / name
