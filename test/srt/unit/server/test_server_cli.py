@@ -77,8 +77,11 @@ def test_without_a_temporary_folder_the_remedy_is_named(monkeypatch: pytest.Monk
         new_socket_dir()
 
 
-@pytest.mark.parametrize(("name", "problem"), [("x" * 100, "107 is the"), ("\udcff", "UTF-8")])
-def test_tmpdir_without_sockets(
+# Short names, since the path of the test's own folder counts.
+@pytest.mark.parametrize(
+    ("name", "problem"), [("x" * 100, "107 is the"), ("\udcff", "UTF-8")], ids=["long", "bytes"]
+)
+def test_bad_tmpdir(
     name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / name
