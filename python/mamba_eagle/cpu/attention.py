@@ -27,12 +27,17 @@ class FromPool:
         return self.attend_in(self.sequences, self.tree, layer, q, k, v)
 
     def attend_in(
-        self, sequences: tuple[np.ndarray, ...], tree: tuple[np.ndarray, ...], layer: Attention,
-        *rows: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """The same of other trees; both as the kernel takes them. rows: q, k, v."""
-        pool = (self.keys[layer.index], self.values[layer.index])
-        out, new = torch.empty(rows[0].shape), tuple(part.contiguous().numpy() for part in rows)
+        self,
+        sequences: tuple[np.ndarray, ...],
+        tree: tuple[np.ndarray, ...],
+        layer: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """The same of other trees; both as the kernel takes them."""
+        out, pool = torch.empty(q.shape), (self.keys[layer.index], self.values[layer.index])
+        new = tuple(part.contiguous().numpy() for part in (q, k, v))
         work = cpu.multiply_adds(new[0], sequences[2], tree[0])
         cpu.paged_tree_attention(
             work, new, pool, sequences, *tree, np.float32(layer.scale), out.numpy()

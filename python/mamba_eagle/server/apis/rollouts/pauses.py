@@ -56,16 +56,17 @@ async def pause(request: Request, state: Operated) -> Response:
 
 
 @router.post("/continue_generation")
-@router.post("/resume")
-async def resume(request: Request, state: Operated) -> Response:
+async def continue_generation(state: Operated) -> Response:
     """Ends a pause; without one nothing happens."""
-    while state.incoming.folders and not state.incoming.begun:  # a part may come meanwhile
-        await finish(state)
-    state.paused = False
-    await answered(state.manager.ask(Continue(), 30.0))
-    if request.url.path == "/resume":
-        return json_response({"status": "resumed"})
+    await _go_on(state)
     return json_response({"status": "ok", "message": "generation continues"})
+
+
+@router.post("/resume")
+async def resume(state: Operated) -> Response:
+    """Ends a pause; without one nothing happens."""
+    await _go_on(state)
+    return json_response({"status": "resumed"})
 
 
 @router.get("/is_paused")
@@ -119,6 +120,13 @@ async def _pause(state: ServerState, mode: PauseMode, aborts: bool) -> None:
     if aborts:
         await state.manager.abort(None, "aborted: generation is paused")
     await answered(state.manager.ask(Pause(mode=mode), PAUSE_SECONDS))
+
+
+async def _go_on(state: ServerState) -> None:
+    while state.incoming.folders and not state.incoming.begun:  # a part may come meanwhile
+        await finish(state)
+    state.paused = False
+    await answered(state.manager.ask(Continue(), 30.0))
 
 
 # SGLang's third, for which there is nothing to do: steps are captured again once all is resumed.
