@@ -60,13 +60,13 @@ def works(batch: int) -> Iterator[Work]:
     norm = (y, inputs.projected[:, :inner], weight, G, EPS)
     yield Work(
         "gated norm",
-        lambda *config: [partial(gated.gated_norm, *norm, *config)],
+        lambda config=None: [partial(gated.gated_norm, *norm, config=config)],
         6 * n * inner,
         [gated.Config(*config) for config in NORMS],
     )
     yield Work(
         "gated norm, float8",
-        lambda *config: [partial(gated.rounded_gated_norm, *norm, Rounding(), *config)],
+        lambda config=None: [partial(gated.gated_norm, *norm, Rounding(), config=config)],
         5 * n * inner,
         [gated.Config(*config) for config in ROUNDED_NORMS],
     )

@@ -12,6 +12,7 @@ from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.products.packed import GroupedProduct, float_product, multiplies
 from mamba_eagle.cpu.spans.layers import SILU_GATE
 from mamba_eagle.cpu.vector_math import sigmoid
+from mamba_eagle.kernels.float8.torch import Operand, Rounding
 from mamba_eagle.layers.adapters import AdapterSize, Additions, SeparateAdditions
 from mamba_eagle.layers.ops import LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, MatrixProduct, PackedProduct
@@ -27,33 +28,43 @@ class CpuOps(LayerOps):
         """product: that with weights of 16 and 32 bits."""
         self._product = product
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    ) -> Operand:
         x = x.contiguous()
         out = torch.empty_like(x)
         rms_norm(x.numpy(), weight.numpy(), eps, out.numpy())
-        return out
+        return self.round(out, rounding)
 
     def gated_group_rms_norm(
-        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
-    ) -> Tensor:
+        self,
+        y: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        group_size: int,
+        eps: float,
+        rounding: Rounding | None = None,
+    ) -> Operand:
         out = torch.empty_like(y)
         inputs = (y.numpy(), gate.contiguous().numpy(), weight.numpy())
         gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
-        return out
+        return self.round(out, rounding)
 
-    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def head_norm_then_gate(
+        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    ) -> Operand:
         out = torch.empty_like(y)
         inputs = (y.numpy(), gate.contiguous().numpy(), weight.detach().numpy())
         head_norm_then_gate(*inputs, eps, out.numpy())
-        return out
+        return self.round(out, rounding)
 
-    def silu_and_mul(self, both: Tensor) -> Tensor:
+    def silu_and_mul(self, both: Tensor, rounding: Rounding | None = None) -> Operand:
         both, (n, width) = both.contiguous(), both.shape
         out, frame = torch.empty(n, width // 2), Frame(rows=n)
         gate = Gate(frame=frame.address, size=width // 2, columns=width)
         gate.point(above=both, out=out)
         SILU_GATE(n, out.numel(), gate)
-        return out
+        return self.round(out, rounding)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         out = torch.empty(x.shape)

@@ -31,10 +31,7 @@ class HeadNormThenGate(Norm):
     DeltaNet. y, gate [n, heads * P]."""
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor | Rounded:
-        given = (y, gate, self.weight, self.eps)
-        if self.rounding is None:
-            return self._ops.head_norm_then_gate(*given)
-        return self._ops.rounded_head_norm_then_gate(*given, self.rounding)
+        return self._ops.head_norm_then_gate(y, gate, self.weight, self.eps, self.rounding)
 
 
 class SharedGroupsNorm(Layer):

@@ -32,9 +32,7 @@ def mlp_cuts(shard: Shard, down: Linear, *above: str) -> dict[str, Cut]:
 
 def gated(both: Tensor, down: Linear, ops: LayerOps) -> Tensor:
     """``down(silu(gate) * up)`` of the gate and up projections [n, 2 * size]."""
-    if down.rounding is None:
-        return down(ops.silu_and_mul(both))
-    return down(ops.rounded_silu_and_mul(both, down.rounding))
+    return down(ops.silu_and_mul(both, down.rounding))
 
 
 class GatedMLP(JoinedLayer):
@@ -113,7 +111,5 @@ class ReluSquaredMLP(Layer):
         return self.up_proj.rounding
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext | None = None) -> Tensor:
-        above, rounding = self.up_proj(hidden), self.down_proj.rounding
-        if rounding is None:
-            return self.down_proj(self._ops.relu_squared(above))
-        return self.down_proj(self._ops.rounded_relu_squared(above, rounding))
+        above = self._ops.relu_squared(self.up_proj(hidden), self.down_proj.rounding)
+        return self.down_proj(above)

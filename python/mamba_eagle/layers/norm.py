@@ -26,15 +26,10 @@ class RMSNorm(Norm):
         """The norm of ``stream + added``, and that sum, where ``added`` is a rank's part of what is
         added. Neither input may be used afterwards, since results may overwrite them. stream, added
         [n, size]."""
-        if self.rounding is None:
-            return self._ops.total_add_rms_norm(stream, added, self.weight, self.eps)
-        added = self._ops.total(added)
-        return self._ops.rounded_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)
+        return self._ops.total_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)
 
     def forward(self, x: Tensor) -> Tensor | Rounded:
-        if self.rounding is None:
-            return self._ops.rms_norm(x, self.weight, self.eps)
-        return self._ops.rounded_rms_norm(x, self.weight, self.eps, self.rounding)
+        return self._ops.rms_norm(x, self.weight, self.eps, self.rounding)
 
 
 def keep_exact(model: nn.Module) -> None:
@@ -57,7 +52,5 @@ class GatedGroupRMSNorm(Norm):
         self.group_size = size // num_groups
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor | Rounded:
-        given = (y, gate, self.weight, self.group_size, self.eps)
-        if self.rounding is None:
-            return self._ops.gated_group_rms_norm(*given)
-        return self._ops.rounded_gated_group_rms_norm(*given, self.rounding)
+        given = (y, gate, self.weight, self.group_size, self.eps, self.rounding)
+        return self._ops.gated_group_rms_norm(*given)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
+from mamba_eagle.kernels.float8.torch import Operand, Rounding, rounded
 from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm, head_norm_then_gate
 from mamba_eagle.kernels.rotary.torch import rotate
 from mamba_eagle.layers import products
@@ -40,7 +40,8 @@ FusedRouter: TypeAlias = Callable[[Tensor, "Tensor | None"], Routes]
 
 
 class LayerOps:
-    """The reference operations, in torch. Norms are computed in float32."""
+    """The reference operations, in torch. Norms are computed in float32. rounding: how the result
+    becomes float8, for a product that takes that."""
 
     name = "torch"
     group: Group = ALONE  # the ranks that hold a model's parts
@@ -59,50 +60,77 @@ class LayerOps:
         return self.group.sum(partial)
 
     def total_add_rms_norm(
-        self, stream: Tensor, partial: Tensor, weight: Tensor, eps: float
+        self,
+        stream: Tensor,
+        partial: Tensor,
+        weight: Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
     ) -> Normed:
         """``add_rms_norm`` of the stream and what the ranks computed."""
-        fused = self.group.fused_sum(partial)
+        fused = self.group.fused_sum(partial) if rounding is None else None
         if fused is None or weight.dtype != partial.dtype or stream.dtype != partial.dtype:
-            return self.add_rms_norm(stream, self.total(partial), weight, eps)
+            return self.add_rms_norm(stream, self.total(partial), weight, eps, rounding)
         return fused.sum_norm(stream, partial, weight, eps)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
-        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    def round(self, x: Tensor, rounding: Rounding | None) -> Operand:
+        """x [n, size], as float8 if there is a rounding."""
+        return x if rounding is None else rounded(x, rounding)
 
-    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    ) -> Operand:
+        """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
+        normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+        return self.round(normed, rounding)
+
+    def add_rms_norm(
+        self,
+        stream: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
+    ) -> Normed:
         """The norm of ``stream + added`` [n, size], and that sum. Neither input may be used
         afterwards, since results may overwrite them."""
         stream = stream + added
-        return Normed(self.rms_norm(stream, weight, eps), stream)
+        return Normed(self.rms_norm(stream, weight, eps, rounding), stream)
 
-    def silu_and_mul(self, both: Tensor) -> Tensor:
+    def silu_and_mul(self, both: Tensor, rounding: Rounding | None = None) -> Operand:
         """``silu(gate) * up``: both [n, 2 * size], the gate and up projections, -> [n, size]."""
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return self.round(F.silu(gate) * up, rounding)
 
-    def relu_squared(self, x: Tensor) -> Tensor:
+    def relu_squared(self, x: Tensor, rounding: Rounding | None = None) -> Operand:
         """``relu(x)²``. x must not be used afterwards, since the result may overwrite it."""
         # no square(): autocast would make it, and what backward keeps, float32
         positive = F.relu(x)
-        return positive * positive
+        return self.round(positive * positive, rounding)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """[n, …], of the same shape."""
         return x.sigmoid()
 
     def gated_group_rms_norm(
-        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
-    ) -> Tensor:
+        self,
+        y: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        group_size: int,
+        eps: float,
+        rounding: Rounding | None = None,
+    ) -> Operand:
         """``weight · rms_norm(y · silu(gate))`` by groups of channels: y, gate [n, size], weight
         [size] -> [n, size]."""
-        return gated_group_rms_norm(y, gate, weight, group_size, eps)
+        return self.round(gated_group_rms_norm(y, gate, weight, group_size, eps), rounding)
 
-    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def head_norm_then_gate(
+        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    ) -> Operand:
         """``weight · rms_norm(y) · silu(gate)`` by heads: y, gate [n, heads * P], weight [P] ->
         [n, heads * P]."""
-        return head_norm_then_gate(y, gate, weight, eps)
+        return self.round(head_norm_then_gate(y, gate, weight, eps), rounding)
 
     def gate_by_sigmoid(self, y: Tensor, gate: Tensor) -> Tensor:
         """``y · sigmoid(gate)``, both [n, heads, D], or [n, D] and [n, 1]. gate may be a view of
@@ -128,45 +156,6 @@ class LayerOps:
                 for x, weight in ((q, norms.q), (k, norms.k))
             )
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-
-    # ── the same, for a product that takes float8 ──
-
-    def round(self, x: Tensor, rounding: Rounding) -> Rounded:
-        """x [n, size] as float8."""
-        return rounded(x, rounding)
-
-    def rounded_rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
-    ) -> Rounded:
-        return self.round(self.rms_norm(x, weight, eps), rounding)
-
-    def rounded_add_rms_norm(
-        self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
-    ) -> Normed:
-        normed, stream = self.add_rms_norm(stream, added, weight, eps)
-        return Normed(self.round(normed, rounding), stream)
-
-    def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:
-        return self.round(self.relu_squared(x), rounding)
-
-    def rounded_silu_and_mul(self, both: Tensor, rounding: Rounding) -> Rounded:
-        return self.round(self.silu_and_mul(both), rounding)
-
-    def rounded_gated_group_rms_norm(
-        self,
-        y: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        group_size: int,
-        eps: float,
-        rounding: Rounding,
-    ) -> Rounded:
-        return self.round(self.gated_group_rms_norm(y, gate, weight, group_size, eps), rounding)
-
-    def rounded_head_norm_then_gate(
-        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding
-    ) -> Rounded:
-        return self.round(self.head_norm_then_gate(y, gate, weight, eps), rounding)
 
     # ── products ──
 

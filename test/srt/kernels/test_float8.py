@@ -130,9 +130,9 @@ def test_rounded_rms_norm(
     (stream, beside), own = (t.to(device, copy=True) for t in (x, added)), weight.to(device)
     rounding = make_rounding(form, static)._replace(group=group)
     if has_added:
-        found, stream = ops.rounded_add_rms_norm(stream, beside, own, EPS, rounding)
+        found, stream = ops.add_rms_norm(stream, beside, own, EPS, rounding)
     else:
-        found = ops.rounded_rms_norm(stream, own, EPS, rounding)
+        found = ops.rms_norm(stream, own, EPS, rounding)
     assert isinstance(found, Rounded)
     check_rounded(found, exact, static, group)
     torch.testing.assert_close(stream.cpu(), x + added if has_added else x)
@@ -153,13 +153,13 @@ def test_rounded_relu_squared(form: str, static: float | None) -> None:
 @pytest.mark.parametrize("groups", [1, 3, 8])
 def test_rounded_gated_norm(form: str, groups: int, static: float | None) -> None:
     """The gate is a view of wider rows, as in_proj leaves it."""
-    from mamba_eagle.kernels.gated_norm.triton import rounded_gated_norm
+    from mamba_eagle.kernels.gated_norm.triton import gated_norm
 
     y, wide, weight = normal(3, 360), normal(3, 368, seed=1), normal(360, seed=2)
     device = device_of(form)
     exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 360 // groups, EPS)
     given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
-    found = rounded_gated_norm(*given, groups, EPS, make_rounding(form, static))
+    found = gated_norm(*given, groups, EPS, make_rounding(form, static))
     check_rounded(found, exact, static)
 
 
@@ -167,7 +167,7 @@ def test_rounded_gated_norm(form: str, groups: int, static: float | None) -> Non
 @pytest.mark.parametrize("norm_first", [False, True], ids=["gate-first", "norm-first"])
 def test_rounded_gated_norm_in_groups(form: str, norm_first: bool) -> None:
     """Each group of a norm has a scale of its own."""
-    from mamba_eagle.kernels.gated_norm.triton import rounded_gated_norm
+    from mamba_eagle.kernels.gated_norm.triton import gated_norm
 
     y, wide = normal(9, 384), normal(9, 392, seed=1)
     weight = normal(128 if norm_first else 384, seed=2)
@@ -177,7 +177,7 @@ def test_rounded_gated_norm_in_groups(form: str, norm_first: bool) -> None:
         exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 128, EPS)
     device = device_of(form)
     given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
-    found = rounded_gated_norm(*given, 3, EPS, Rounding(None, 128), norm_first)
+    found = gated_norm(*given, 3, EPS, Rounding(None, 128), norm_first)
     check_rounded(found, exact, None, 128)
 
 
@@ -188,7 +188,7 @@ def test_rounded_silu_and_mul(form: str, size: int, group: int) -> None:
     from mamba_eagle.backend.triton.layer_ops import TritonOps
 
     both = 4 * normal(3, 2 * size + 8)[:, 8:]
-    found = TritonOps().rounded_silu_and_mul(both.to(device_of(form)), Rounding(None, group))
+    found = TritonOps().silu_and_mul(both.to(device_of(form)), Rounding(None, group))
     check_rounded(found, silu_and_mul(both), None, group)
 
 

@@ -56,18 +56,18 @@ class StandIn(TritonOps):
         super().__init__()
         self.names = names
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, *given: Any) -> Tensor:
         self.names.append("rms_norm")
-        return TORCH.rms_norm(x, weight, eps)
+        return TORCH.rms_norm(x, *given)
 
-    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
+    def add_rms_norm(self, stream: Tensor, added: Tensor, *given: Any) -> Normed:
         self.names.append("add_rms_norm")
         stream += added
-        return Normed(added.copy_(TORCH.rms_norm(stream, weight, eps)), stream)
+        return Normed(added.copy_(TORCH.rms_norm(stream, *given)), stream)
 
-    def silu_and_mul(self, both: Tensor) -> Tensor:
+    def silu_and_mul(self, both: Tensor, *given: Any) -> Tensor:
         self.names.append("silu_and_mul")
-        return LayerOps.silu_and_mul(self, both)
+        return LayerOps.silu_and_mul(self, both, *given)
 
     relu_squared = LayerOps.relu_squared
     gated_group_rms_norm = LayerOps.gated_group_rms_norm

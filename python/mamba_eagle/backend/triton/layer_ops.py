@@ -9,14 +9,14 @@ from mamba_eagle.backend.torch.layer_ops import CudaOps
 from mamba_eagle.backend.triton import products
 from mamba_eagle.backend.triton.adapters import SegmentedAdditions
 from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.torch import Operand, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
-from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
+from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_squared
-from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, fuses, rms_norm, rounded_rms_norm
+from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
-from mamba_eagle.kernels.silu_gate.triton import GROUP, rounded_silu_and_mul, silu_and_mul
+from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
@@ -32,78 +32,48 @@ class TritonOps(CudaOps):
     silu_and_mul = staticmethod(silu_and_mul)
     gate_by_sigmoid = staticmethod(gate_by_sigmoid)
     rotate = staticmethod(rotate_)
-    round = staticmethod(rounded)
     pack_router = staticmethod(pack_router)
 
-    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
-        add_rms_norm_(stream, added, weight, eps)
-        return Normed(added, stream)
+    def round(self, x: Tensor, rounding: Rounding | None) -> Operand:
+        return x if rounding is None else rounded(x, rounding)
 
-    def relu_squared(self, x: Tensor) -> Tensor:
-        return relu_squared_(x.contiguous())
-
-    def gated_group_rms_norm(
-        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
-    ) -> Tensor:
-        return gated_norm(y, gate, weight, y.shape[1] // group_size, eps)
-
-    def head_norm_then_gate(self, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_norm(y, gate, weight, y.shape[1] // len(weight), eps, norm_first=True)
-
-    def place_heads(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None
-    ) -> tuple[Tensor, Tensor]:
-        rotate_(q, cos, sin, k, norms)
-        return q, k
-
-    # ── float8; squares with scales by groups of channels are not fused ──
-
-    def rounded_rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
-    ) -> Rounded:
-        if not fuses(x.shape[1], rounding):
-            return super().rounded_rms_norm(x, weight, eps, rounding)
-        return rounded_rms_norm(x, None, weight, eps, rounding)
-
-    def rounded_add_rms_norm(
-        self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    def add_rms_norm(
+        self,
+        stream: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
     ) -> Normed:
-        if not fuses(added.shape[1], rounding):
-            return super().rounded_add_rms_norm(stream, added, weight, eps, rounding)
-        return Normed(rounded_rms_norm(stream, added, weight, eps, rounding), stream)
+        return Normed(add_rms_norm_(stream, added, weight, eps, rounding), stream)
 
-    def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:
-        if rounding.group:
-            return super().rounded_relu_squared(x, rounding)
+    def relu_squared(self, x: Tensor, rounding: Rounding | None = None) -> Operand:
+        if rounding is None or rounding.group:
+            return self.round(relu_squared_(x.contiguous()), rounding)
         return rounded_relu_squared(x, rounding)
 
-    def rounded_silu_and_mul(self, both: Tensor, rounding: Rounding) -> Rounded:
-        if rounding.group != GROUP:
-            return super().rounded_silu_and_mul(both, rounding)
-        return rounded_silu_and_mul(both, rounding)
-
-    def rounded_gated_group_rms_norm(
+    def gated_group_rms_norm(
         self,
         y: Tensor,
         gate: Tensor,
         weight: Tensor,
         group_size: int,
         eps: float,
-        rounding: Rounding,
-    ) -> Rounded:
-        if rounding.group not in (0, group_size):
-            given = (y, gate, weight, group_size, eps, rounding)
-            return super().rounded_gated_group_rms_norm(*given)
-        groups = y.shape[1] // group_size
-        return rounded_gated_norm(y, gate, weight, groups, eps, rounding)
+        rounding: Rounding | None = None,
+    ) -> Operand:
+        return gated_norm(y, gate, weight, y.shape[1] // group_size, eps, rounding)
 
-    def rounded_head_norm_then_gate(
-        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding
-    ) -> Rounded:
-        if rounding.group not in (0, len(weight)):
-            return super().rounded_head_norm_then_gate(y, gate, weight, eps, rounding)
+    def head_norm_then_gate(
+        self, y: Tensor, gate: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    ) -> Operand:
         groups = y.shape[1] // len(weight)
-        return rounded_gated_norm(y, gate, weight, groups, eps, rounding, norm_first=True)
+        return gated_norm(y, gate, weight, groups, eps, rounding, norm_first=True)
+
+    def place_heads(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor]:
+        rotate_(q, cos, sin, k, norms)
+        return q, k
 
     # ── products ──
 

@@ -5,7 +5,7 @@ E4M3 (arXiv 2209.05433): 4 bits of exponent, 3 of mantissa, largest number 448, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Rounded(NamedTuple):
     values: Tensor  # [n, size] E4M3
     scale: Tensor  # float32: [1, 1], [n, 1] or [n, groups]
     group: int = 0  # channels per group, if there is one scale per group
+
+
+Operand: TypeAlias = Any  # of a product: a tensor, or Rounded where there is a Rounding
 
 
 def to_e4m3(x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
-from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
+from mamba_eagle.kernels.float8.torch import Operand, Rounding
+from mamba_eagle.kernels.float8.triton import empty_rounded, rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2, overlapping
 from mamba_eagle.kernels.triton_math import blocks_of, inverse_rms, load_blocks, previous_done, silu
 
@@ -84,10 +84,10 @@ def _gated_norm_kernel(
     elif ROUNDED:
         scale = tl.load(static)
     for block in tl.static_range(BLOCKS):
-        rounded = normed[block]
+        value = normed[block]
         if not (NORM_FIRST or ROUNDED):  # before the weight, as the layer does
-            rounded = rounded.to(gate.dtype.element_ty).to(tl.float32)
-        value = rounded * w[block].to(tl.float32)
+            value = value.to(gate.dtype.element_ty).to(tl.float32)
+        value *= w[block].to(tl.float32)
         if ROUNDED:
             value = to_e4m3(value / scale)
         at = out + row * SIZE + channel + block * BLOCK
@@ -109,97 +109,59 @@ def choose_config(group: int) -> Config:
     return Config(1, max(1, min(16, next_power_of_2(group) // 512)))
 
 
+def choose_rounded_config(numbers: int) -> Config:
+    """numbers: of a program, which keeps them in registers."""
+    return Config(1, max(1, min(8, next_power_of_2(numbers) // 512)))
+
+
 def gated_norm(
     y: Tensor,
     gate: Tensor,
     weight: Tensor,
     num_groups: int,
     eps: float,
+    rounding: Rounding | None = None,
     norm_first: bool = False,
     config: Config | None = None,
-) -> Tensor:
+) -> Operand:
     """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels; if ``norm_first``,
     ``weight · rms_norm(y) · silu(gate)`` with the same weight [size / num_groups] for each.
 
-    y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype. The last dimensions must be
-    contiguous; gate may be a view of in_proj's output.
+    y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype or float8, rounded once unless its
+    groups are others than the norm's. The last dimensions must be contiguous; gate may be a view of
+    in_proj's output. A token's own scale needs all of its groups in one program; with a static
+    scale each has its own.
     """
-    out = torch.empty(y.shape, dtype=gate.dtype, device=y.device)
-    _launch_rows(y, gate, weight, out, None, num_groups, eps, norm_first, config)
-    return out
-
-
-def _launch_rows(
-    y: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    scales: Tensor | None,
-    num_groups: int,
-    eps: float,
-    norm_first: bool,
-    config: Config | None,
-) -> None:
-    """Rows of a group at a time; with ``scales`` [n, num_groups] as float8."""
-    n, size = y.shape
-    rows, warps = config or choose_config(size // num_groups)
-    stride = scales.stride(1) if scales is not None else 0
-    _gated_norm_kernel[(cdiv(n, rows), num_groups)](
-        *(y, gate, weight, None, out, scales, n, y.stride(0), gate.stride(0), stride, eps),
-        **_sizes(size, num_groups, rows, norm_first),
-        ROUNDED=scales is not None,
-        OF_ROW=False,
-        num_warps=warps,
-        **overlapping(y.device),
-    )
-
-
-def _sizes(size: int, num_groups: int, lines: int, norm_first: bool) -> dict[str, int]:
-    """What the kernel is compiled for."""
-    block, blocks = blocks_of(size // num_groups)
-    return {
-        "SIZE": size,
-        "GROUP": size // num_groups,
-        "BLOCK": block,
-        "BLOCKS": blocks,
-        "LINES": lines,
-        "NORM_FIRST": norm_first,
-    }
-
-
-def choose_rounded_config(numbers: int) -> Config:
-    """numbers: of a program, which keeps them in registers."""
-    return Config(1, max(1, min(8, next_power_of_2(numbers) // 512)))
-
-
-def rounded_gated_norm(
-    y: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    num_groups: int,
-    eps: float,
-    rounding: Rounding,
-    norm_first: bool = False,
-    config: Config | None = None,
-) -> Rounded:
-    """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
-    program; with a static scale each has its own. rounding: without groups, or in the norm's."""
-    n, size = y.shape
-    out, dynamic = empty_rounded(n, size, rounding, y.device), rounding.scale is None
-    if rounding.group:
-        given = (y, gate, weight, out.values, out.scale, num_groups, eps, norm_first, config)
-        _launch_rows(*given)
-        return out
-    groups = next_power_of_2(num_groups) if dynamic else 1
-    sizes = _sizes(size, num_groups, groups, norm_first)
-    config = config or choose_rounded_config(groups * sizes["BLOCK"] * sizes["BLOCKS"])
-    strides, scales = (y.stride(0), gate.stride(0), 0), out.scale if dynamic else None
-    _gated_norm_kernel[(n, 1 if dynamic else num_groups)](
-        *(y, gate, weight, rounding.scale, out.values, scales, None, *strides, eps),
-        **sizes,
-        ROUNDED=True,
-        OF_ROW=True,
+    (n, size), group = y.shape, y.shape[1] // num_groups
+    block, blocks = blocks_of(group)
+    fused = rounding is not None and rounding.group in (0, group)
+    static = scales = None
+    if fused:
+        out = empty_rounded(n, size, rounding, y.device)
+        values, static = out.values, rounding.scale
+        scales = out.scale if static is None else None
+    else:
+        out = values = torch.empty(y.shape, dtype=gate.dtype, device=y.device)
+    if of_row := fused and not rounding.group:
+        lines = next_power_of_2(num_groups) if static is None else 1
+        config = config or choose_rounded_config(lines * block * blocks)
+        grid = (n, 1 if static is None else num_groups)
+    else:
+        config = config or choose_config(group)
+        lines, grid = config.rows, (cdiv(n, config.rows), num_groups)
+    stride = 0 if scales is None or of_row else scales.stride(1)
+    strides = (y.stride(0), gate.stride(0), stride)
+    _gated_norm_kernel[grid](
+        *(y, gate, weight, static, values, scales, None if of_row else n, *strides, eps),
+        ROUNDED=fused,
+        OF_ROW=of_row,
+        SIZE=size,
+        GROUP=group,
+        BLOCK=block,
+        BLOCKS=blocks,
+        LINES=lines,
+        NORM_FIRST=norm_first,
         num_warps=config.warps,
         **overlapping(y.device),
     )
-    return out
+    return out if fused or rounding is None else rounded(out, rounding)

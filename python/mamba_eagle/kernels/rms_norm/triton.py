@@ -5,8 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
-from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
+from mamba_eagle.kernels.float8.torch import Operand, Rounded, Rounding
+from mamba_eagle.kernels.float8.triton import (
+    empty_rounded,
+    rounded,
+    to_e4m3,
+    token_scale,
+    warps_of_row,
+)
 from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import (
     blocks_of,
@@ -147,31 +153,29 @@ def _launch_norm(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Operand:
     """As ``LayerOps``': x [n, size], last dimension contiguous -> [n, size], contiguous."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, weight, out, eps)
-    return out
+    return _norm(x, None, weight, eps, rounding)
 
 
-def add_rms_norm_(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> None:
-    """``stream`` becomes ``stream + added``, ``added`` the norm of that sum.
-    Both [n, size], last dimension contiguous."""
-    _launch_norm(stream, added, weight, added, eps)
+def add_rms_norm_(
+    stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+) -> Operand:
+    """``stream`` becomes ``stream + added``; the norm of that sum is returned, in ``added`` unless
+    it is float8. Both [n, size], last dimension contiguous."""
+    return _norm(stream, added, weight, eps, rounding)
 
 
-def rounded_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounding: Rounding
-) -> Rounded:
-    """The norm of x, or of ``x + added``, to which x is then set.
-
-    x, added [n, size], last dimension contiguous; weight [size]. rounding: ``fuses`` it.
-    """
-    out = empty_rounded(*x.shape, rounding, x.device)
-    _launch_norm(x, added, weight, out, eps, rounding.scale)
-    return out
-
-
-def fuses(size: int, rounding: Rounding) -> bool:
-    """Whether a norm's program rounds: if groups do not divide its blocks, another one does."""
-    return not rounding.group or blocks_of(size)[0] % rounding.group == 0
+def _norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounding: Rounding | None
+) -> Operand:
+    """If groups do not divide the norm's blocks, another launch rounds."""
+    if rounding is not None and (
+        not rounding.group or blocks_of(x.shape[1])[0] % rounding.group == 0
+    ):
+        out = empty_rounded(*x.shape, rounding, x.device)
+        _launch_norm(x, added, weight, out, eps, rounding.scale)
+        return out
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added is None else added
+    _launch_norm(x, added, weight, out, eps)
+    return out if rounding is None else rounded(out, rounding)

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
-from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
+from mamba_eagle.kernels.float8.torch import Operand, Rounding
+from mamba_eagle.kernels.float8.triton import empty_rounded, rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
@@ -41,28 +41,23 @@ def _silu_and_mul_kernel(
     tl.store(out + row * SIZE + column, value, mask=inside)
 
 
-def silu_and_mul(both: Tensor) -> Tensor:
-    """``silu(gate) * up``: both [n, 2 * size], last dimension contiguous -> [n, size]."""
-    out = torch.empty(len(both), both.shape[1] // 2, dtype=both.dtype, device=both.device)
-    _launch(both, out, None)
-    return out
-
-
-def rounded_silu_and_mul(both: Tensor, rounding: Rounding) -> Rounded:
-    """The same as float8. rounding: in groups of ``GROUP``."""
-    assert rounding.group == GROUP
-    out = empty_rounded(len(both), both.shape[1] // 2, rounding, both.device)
-    _launch(both, out.values, out.scale)
-    return out
-
-
-def _launch(both: Tensor, out: Tensor, scales: Tensor | None) -> None:
-    n, size = out.shape
+def silu_and_mul(both: Tensor, rounding: Rounding | None = None) -> Operand:
+    """``silu(gate) * up``: both [n, 2 * size], last dimension contiguous -> [n, size]. Scales of
+    other groups than ``GROUP`` are found by another launch."""
+    n, size = len(both), both.shape[1] // 2
+    fused = rounding is not None and rounding.group == GROUP
+    if fused:
+        out = empty_rounded(n, size, rounding, both.device)
+        written = (out.values, out.scale, both.stride(0), out.scale.stride(1))
+    else:
+        out = torch.empty(n, size, dtype=both.dtype, device=both.device)
+        written = (out, None, both.stride(0), 0)
     _silu_and_mul_kernel[(n, cdiv(size, BLOCK))](
-        *(both, out, scales, both.stride(0), 0 if scales is None else scales.stride(1)),
+        *(both, *written),
         SIZE=size,
         BLOCK=BLOCK,
         GROUP=GROUP,
         num_warps=4,
         **overlapping(both.device),
     )
+    return out if fused or rounding is None else rounded(out, rounding)
