@@ -163,6 +163,9 @@ class Shared:
         assert self.memory.shape == block.value.shape
         self.memory.copy_(block.value)
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.memory[start : start + length])
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
 
@@ -246,6 +249,7 @@ class Kernel:
             options = {name: value for name, value in named.items() if name in known}
             for program in itertools.product(*map(range, grid)):
                 LANGUAGE.program_id = lambda axis, at=program: Block(at[axis])
+                LANGUAGE.num_programs = lambda axis: grid[axis]
                 self.function(*given, **options)
 
         return launch
@@ -293,7 +297,7 @@ vars(LANGUAGE).update(
     exp2=_on_tensors(lambda x: exp2(x)),
     fma=_on_tensors(fma),
 )
-_async = SimpleNamespace(async_load=_copy, commit_group=_nothing, wait_group=_nothing)
+ASYNC = SimpleNamespace(async_load=_copy, commit_group=_nothing, wait_group=_nothing)
 
 
 def _modules() -> dict[str, Any]:
@@ -301,7 +305,7 @@ def _modules() -> dict[str, Any]:
     names = ("triton.experimental", GLUON, f"{GLUON}.language", f"{GLUON}.language.nvidia")
     experimental, gluon, _, nvidia = (ModuleType(name) for name in names)
     ampere: Any = ModuleType(f"{names[-1]}.ampere")
-    vars(ampere).update(async_copy=_async, mma_v2=_product)
+    vars(ampere).update(async_copy=ASYNC, mma_v2=_product)
     vars(gluon).update(jit=_jit, constexpr_function=lambda function: function, language=LANGUAGE)
     vars(experimental)["gluon"] = gluon
     made = dict(zip(names, (experimental, gluon, LANGUAGE, nvidia)))

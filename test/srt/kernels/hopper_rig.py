@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_rig import DTYPES, GLUON, HOPPER, LANGUAGE, LAYOUT, Block, Shared, value_of
+from gluon_rig import ASYNC, DTYPES, GLUON, HOPPER, LANGUAGE, LAYOUT, Block, Shared, value_of
 from torch import Tensor
 
 PATIENCE = 20.0  # seconds until a wait is taken for one that never ends
@@ -132,12 +132,16 @@ def _partitions(parts: list[tuple[Callable[..., None], Any]], warps: Any, regist
 
 
 vars(LANGUAGE).update(
+    float8e4nv=LANGUAGE.float8_e4m3fn,
+    DistributedLinearLayout=lambda *_: LAYOUT,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: LAYOUT),
     warp_specialize=_partitions,
     num_warps=lambda: None,
     max=lambda block, axis: Block(block.value.amax(axis)),
 )
 LAYOUT.parent = LAYOUT
+# of a warp group's threads
+ASYNC.mbarrier_arrive = lambda at, increment_count: _barrier(at).change(128, 0)
 
 
 def _module(name: str, **contents: Any) -> None:
@@ -147,6 +151,7 @@ def _module(name: str, **contents: Any) -> None:
 
 _module(
     "language.nvidia.hopper",
+    fence_async_shared=lambda: None,
     mbarrier=SimpleNamespace(
         MBarrierLayout=lambda: LAYOUT,
         init=_init,
