@@ -6,21 +6,32 @@ import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import hopper_rig  # noqa: F401 - for the interpreted module
 import pytest
 import torch
 from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
+from gluon_rig import Block, interpreted
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from mamba_eagle.backend.triton import experts as fused
 from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.kernels.experts import gluon as hopper
 from mamba_eagle.kernels.experts import naive, triton_routes
 from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.kernels.experts.triton import Pairs
 from mamba_eagle.kernels.experts.triton_routes import route
-from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
+from mamba_eagle.kernels.float8.torch import (
+    LARGEST,
+    SMALLEST_SCALE,
+    Rounded,
+    Rounding,
+    rounded,
+    to_e4m3,
+    widened,
+)
 from mamba_eagle.layers.adapters import AdapterSize, reading
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mlp import gate_and_up
@@ -357,25 +368,27 @@ def test_groups_that_were_rounded_before(act: str) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("size", [384, 512] if GPU else [384])
 @pytest.mark.parametrize("tokens", [513, 4100] if GPU else [70])
 def test_kernels_of_prompts_give_what_tiles_give(
-    monkeypatch: pytest.MonkeyPatch, tokens: int
+    monkeypatch: pytest.MonkeyPatch, tokens: int, size: int
 ) -> None:
-    """In whole blocks; one expert has no tokens."""
-    up, down = normal(EXPERTS + 1, 512, 384, seed=1), normal(EXPERTS + 1, 384, 256, seed=2)
+    """In whole blocks, and in two of them, as Hopper's take; one expert has no tokens."""
+    up, down = normal(EXPERTS + 1, 512, size, seed=1), normal(EXPERTS + 1, size, 256, seed=2)
     given = [as_float8(weight * 0.1, "blocks") for weight in (up, down)]
     layer = fused.fuse_experts(*given, "silu_gate", DTYPE, None)
     assert layer is not None
     assert layer.prompts
     _, routes = inputs(tokens)
-    x = normal(tokens, 384, seed=7)
-    calls, gated_experts = [], prompts.gated_experts
+    x = normal(tokens, size, seed=7)
+    module = hopper if hopper.supports(layer.down) else prompts
+    calls, gated_experts = [], module.gated_experts
 
     def counted(*args: Any) -> Tensor:
         calls.append(args)
         return gated_experts(*args)
 
-    monkeypatch.setattr(prompts, "gated_experts", counted)
+    monkeypatch.setattr(module, "gated_experts", counted)
     if not GPU:
         monkeypatch.setattr(prompts, "SIZES", (tokens, 4097))
     found = layer._each(x, Pairs(routes, None, 0))
@@ -385,6 +398,52 @@ def test_kernels_of_prompts_give_what_tiles_give(
     if GPU:
         assert torch.equal(found, wanted)
     assert relative_error(found, wanted.double().cpu()) < ERROR  # the interpreter has no one order
+
+
+@pytest.mark.skipif(GPU, reason="the test above runs them")
+def test_kernels_of_hopper_give_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: an expert has no pairs, one a few, one more than a tile."""
+    tokens, experts, rounding = 100, 5, Rounding(group=128)
+    (kernels,) = interpreted("experts.gluon")
+    layer = [
+        as_float8(torch.randn(experts, *size, generator=torch.Generator().manual_seed(1)), "blocks")
+        for size in ((512, 256), (256, 256))
+    ]
+    up, down = (fused.stack_of(each) for each in layer)
+    ids = torch.arange(tokens * 2).view(tokens, 2) % 2 * 3
+    ids[:15, 0], ids[20:80, 1] = 1, 4
+    order = ids.flatten().argsort(stable=True).int()
+    ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0).int()
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(2)).to(DTYPE)
+
+    def by_groups(x: Tensor, rounding: Rounding) -> Rounded:
+        found = rounded(x, rounding)
+        return found._replace(scale=found.scale.t().contiguous().t())
+
+    def room(n: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
+        return by_groups(torch.empty(n, size), rounding)
+
+    on_tensors = {
+        "silu": torch.nn.functional.silu,
+        "to_e4m3": to_e4m3,
+        "token_scale": lambda x, axis: (x.abs().amax(axis) / LARGEST).clamp(min=SMALLEST_SCALE),
+    }
+    for name, function in on_tensors.items():
+        taken = lambda x, *axis, f=function: Block(f(x.value, *axis))  # noqa: E731
+        monkeypatch.setattr(kernels, name, taken)
+    monkeypatch.setattr(kernels, "rounded", by_groups)
+    monkeypatch.setattr(kernels, "empty_rounded", room)
+    monkeypatch.setattr(kernels, "PROCESSORS", 3)
+    none = torch.empty(0)
+    place = triton_routes.Sorted(order, ends, none, none, none, none)
+    found = kernels.gated_experts(x, up, down, place)
+    seen = widened(rounded(x, rounding))
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        above, below = (each.dequantize()[expert].float() for each in layer)
+        gate, value = (above @ seen[pair // 2]).chunk(2)
+        made = (torch.nn.functional.silu(gate) * value).to(DTYPE)
+        wanted = below @ widened(rounded(made[None], rounding))[0]
+        assert relative_error(found[pair], wanted.double()) < ERROR
 
 
 @runs_kernels

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.triton.products import SIXTEEN_BITS
+from mamba_eagle.kernels.experts import gluon as hopper
 from mamba_eagle.kernels.experts import triton as kernels
 from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes
@@ -194,7 +195,8 @@ class FusedExperts(ExpertLayer):
         """[pairs, size], in the order of triton.py."""
         if self.prompts and len(x) >= prompts.SIZES[0]:
             place = sort_pairs(pairs.routes.experts, self.count)
-            return prompts.gated_experts(x, self.up, self.down, place)
+            module = hopper if hopper.supports(self.down) else prompts
+            return module.gated_experts(x, self.up, self.down, place)
         above, below = self._config(len(x))
         given, rounding = Marked(x, pairs.routes.weights), self.up.rounding
         once = len(x) > self.max_rounded_as_read  # whether groups are rounded by launches

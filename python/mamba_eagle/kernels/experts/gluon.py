@@ -65,6 +65,13 @@ def _tiles_kernel(
 
 
 @gluon.jit
+def _tile(tiles, tile, count, COLUMNS: gl.constexpr):
+    """A program's tile, or the last one: its expert, its first pair, the expert's end."""
+    entry = tiles + 1 + gl.minimum(tile, count - 1) // COLUMNS * 3
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+
+
+@gluon.jit
 def _produce(
     x, x_scale, x_group_stride, weight, order, tiles, tokens, groups, weights, ready, free,
     STEPS: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, TOP_K: gl.constexpr,
@@ -76,11 +83,10 @@ def _produce(
     SECOND: gl.constexpr = ROWS // 2 if GATED else BLOCK
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    filled = 0
-    for tile in range(gl.program_id(0), gl.load(tiles) * COLUMNS, gl.num_programs(0)):
-        entry = tiles + 1 + tile // COLUMNS * 3
-        expert, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2) - 1
-        given = gl.minimum(first + gl.arange(0, TILE, gl.SliceLayout(1, layout)), last)
+    filled, count = 0, gl.load(tiles) * COLUMNS
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        expert, first, end = _tile(tiles, tile, count, COLUMNS)
+        given = gl.minimum(first + gl.arange(0, TILE, gl.SliceLayout(1, layout)), end - 1)
         if GATED:
             given = gl.load(order + given) // TOP_K
         column = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
@@ -131,19 +137,18 @@ def _consume(
         [],
         [HALF, BLOCK],
     )
-    filled = 0
-    for tile in range(gl.program_id(0), gl.load(tiles) * COLUMNS, gl.num_programs(0)):
-        entry = tiles + 1 + tile // COLUMNS * 3
-        first = gl.load(entry + 1) + PART * HALF
-        rows, block = gl.load(entry + 2) - first, tile % COLUMNS
-        if rows > 0:
-            scales = scale + (gl.load(entry) * COLUMNS + block) * 2 * STEPS
-            if GATED:
-                scales = scale + (gl.load(entry) * 2 * COLUMNS + block) * STEPS
-            i = gl.arange(0, HALF, gl.SliceLayout(1, stored))
-            to = first + i
+    filled, count = 0, gl.load(tiles) * COLUMNS
+    expert, first, end = _tile(tiles, gl.program_id(0), count, COLUMNS)
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        following = _tile(tiles, tile + gl.num_programs(0), count, COLUMNS)
+        first += PART * HALF
+        block = tile % COLUMNS
+        if first < end:
+            scales = scale + (expert * 2 * COLUMNS + block * (1 if GATED else 2)) * STEPS
+            to = first + gl.arange(0, HALF, gl.SliceLayout(1, stored))
+            is_pair = to < end
             if not GATED:
-                to = gl.load(order + to, mask=i < rows, other=0)
+                to = gl.load(order + to, mask=is_pair, other=0)
             a = gl.zeros([HALF, BLOCK], gl.float32, layout)
             b = gl.zeros([HALF, BLOCK], gl.float32, layout)
             for step in range(STEPS):
@@ -165,22 +170,23 @@ def _consume(
             if GATED:
                 made = (silu(a) * b).to(gl.bfloat16).to(gl.float32)  # as if written in between
                 size = token_scale(made, 1)
-                own = gl.arange(0, HALF, of_row)
-                gl.store(y_scale + block * y_group_stride + first + own, size, mask=own < rows)
-                a = to_e4m3(made / size[:, None])
-                gl.store(out + block * BLOCK, gl.convert_layout(a, stored), mask=(i < rows)[:, None])
+                pair = first + gl.arange(0, HALF, of_row)
+                gl.store(y_scale + block * y_group_stride + pair, size, mask=pair < end)
+                a = gl.convert_layout(to_e4m3(made / size[:, None]), stored)
+                gl.store(out + block * BLOCK, a, mask=is_pair[:, None])
             else:
                 out += block * (2 * BLOCK)
-                for part in gl.static_range(2):
-                    sums = (b if part else a).to(y.dtype.element_ty)
-                    sums = gl.convert_layout(sums, stored)
-                    gl.store(out + part * BLOCK, sums, mask=(i < rows)[:, None])
+                a = gl.convert_layout(a.to(y.dtype.element_ty), stored)
+                gl.store(out, a, mask=is_pair[:, None])
+                b = gl.convert_layout(b.to(y.dtype.element_ty), stored)
+                gl.store(out + BLOCK, b, mask=is_pair[:, None])
         else:
             for _ in range(STEPS):
                 at = filled % STAGES
                 mbarrier.wait(ready.index(at), filled // STAGES & 1)
                 mbarrier.arrive(free.index(at))
                 filled += 1
+        expert, first, end = following
 
 
 @gluon.jit
@@ -258,9 +264,7 @@ def gated_experts(x: Tensor, up: Stack, down: Stack, place: Sorted) -> Tensor:
     """As triton_prompts.py's."""
     assert up.rounding is not None and down.rounding is not None
     pairs, count, width = len(place.order), len(place.ends), down.weight.shape[2]
-    tiles = torch.empty(
-        1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=x.device
-    )
+    tiles = torch.empty(1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=x.device)
     _tiles_kernel[(count,)](
         place.ends, tiles, EXPERTS=count, PADDED=next_power_of_2(count), TILE=TILE, num_warps=4
     )
