@@ -86,11 +86,13 @@ def _produce(
     filled, count = 0, gl.load(tiles) * COLUMNS
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         expert, first, end = _tile(tiles, tile, count, COLUMNS)
-        given = gl.minimum(first + gl.arange(0, TILE, gl.SliceLayout(1, layout)), end - 1)
+        given = first + gl.arange(0, TILE, gl.SliceLayout(1, layout))
+        is_pair = given < end  # other rows stay as they are: their products are not stored
         if GATED:
-            given = gl.load(order + given) // TOP_K
+            given = gl.load(order + given, mask=is_pair, other=0) // TOP_K
         column = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         rows = x + given.to(gl.int64)[:, None] * (STEPS * BLOCK) + column[None, :]
+        has_group = first + gl.arange(0, TILE, flat) < end
         of_group = x_scale + gl.convert_layout(given, flat)
         row = expert * ROWS + tile % COLUMNS * (BLOCK if GATED else 2 * BLOCK)
         for step in range(STEPS):
@@ -101,8 +103,8 @@ def _produce(
             for i in gl.static_range(2):
                 to = weights.index(2 * at + i)
                 _copy(weight, [row + i * SECOND, step * BLOCK], ready.index(at), to)
-            _gather(tokens.index(at), rows + step * BLOCK)
-            _gather(groups.index(at), of_group + step * x_group_stride)
+            _gather(tokens.index(at), rows + step * BLOCK, mask=is_pair[:, None])
+            _gather(groups.index(at), of_group + step * x_group_stride, mask=has_group)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
             filled += 1
 
