@@ -156,7 +156,7 @@ _module(
         MBarrierLayout=lambda: LAYOUT,
         init=_init,
         expect=_expect,
-        arrive=lambda at, pred=True: _barrier(at).change(1, 0) if pred else None,
+        arrive=lambda at: _barrier(at).change(1, 0),
         wait=lambda at, parity: _barrier(at).wait(int(value_of(parity))),
     ),
     tma=SimpleNamespace(async_load=_copy),

@@ -3,9 +3,7 @@
 A program takes one tile of an expert's pairs after the other, with two blocks of 128 rows of its
 matrix. One warp group copies: rows of inputs, wherever they are, and by the copy engine weights.
 Two others multiply half of the pairs each. Between a product and the next one a group scales what
-it has, which the other one's products hide. What multiprocessors read from the L2 cache takes about
-as long as the products: where an expert's two blocks are as many steps as there are stages, they
-stay in shared memory for all of its tiles.
+it has, which the other one's products hide.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ _gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_globa
 @gluon.jit
 def _tiles_kernel(
     ends,  # [EXPERTS] int32, where each expert's pairs end
-    tiles,  # int32: how many there are; of each its expert, where that one's pairs begin and end
-    # and how many tiles are before them
+    tiles,  # int32: how many there are; of each its expert, its first pair, the expert's end
     EXPERTS: gl.constexpr,
     PADDED: gl.constexpr,  # a power of two, at least EXPERTS
     TILE: gl.constexpr,
@@ -61,33 +58,17 @@ def _tiles_kernel(
     if own == 0:
         gl.store(tiles, gl.sum(number, 0))
     for i in range(gl.cdiv(last - first, TILE)):
-        entry = tiles + 1 + 4 * (before + i)
+        entry = tiles + 1 + 3 * (before + i)
         gl.store(entry, own)
-        gl.store(entry + 1, first)
+        gl.store(entry + 1, first + i * TILE)
         gl.store(entry + 2, last)
-        gl.store(entry + 3, before)
 
 
 @gluon.jit
-def _own_tiles(count, KEPT: gl.constexpr):
-    """The range of a program: neighbours if weights are kept from one to the next."""
-    begin, programs = gl.program_id(0), gl.num_programs(0)
-    if KEPT:
-        return begin * count // programs, (begin + 1) * count // programs, 1
-    else:
-        return begin, count, programs
-
-
-@gluon.jit
-def _tile(tiles, tile, count, COLUMNS: gl.constexpr, TILE: gl.constexpr):
-    """A tile, or the last one: its expert, its blocks, its first pair, the expert's end. All pairs
-    of an expert come before its next blocks."""
-    tile = gl.minimum(tile, count - 1)
-    entry = tiles + 1 + tile // COLUMNS * 4
-    begin, end = gl.load(entry + 1), gl.load(entry + 2)
-    tile -= gl.load(entry + 3) * COLUMNS
-    number = (end - begin + TILE - 1) // TILE
-    return gl.load(entry), tile // number, begin + tile % number * TILE, end
+def _tile(tiles, tile, count, COLUMNS: gl.constexpr):
+    """A program's tile, or the last one: its expert, its first pair, the expert's end."""
+    entry = tiles + 1 + gl.minimum(tile, count - 1) // COLUMNS * 3
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
 
 @gluon.jit
@@ -102,11 +83,9 @@ def _produce(
     SECOND: gl.constexpr = ROWS // 2 if GATED else BLOCK
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    KEPT: gl.constexpr = STEPS == STAGES  # a step's weights are always in the same place
-    filled, count, row = 0, gl.load(tiles) * COLUMNS, -1
-    begin, until, stride = _own_tiles(count, KEPT)
-    for tile in range(begin, until, stride):
-        expert, block, first, end = _tile(tiles, tile, count, COLUMNS, TILE)
+    filled, count = 0, gl.load(tiles) * COLUMNS
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        expert, first, end = _tile(tiles, tile, count, COLUMNS)
         given = first + gl.arange(0, TILE, gl.SliceLayout(1, layout))
         is_pair = given < end  # other rows stay as they are: their products are not stored
         if GATED:
@@ -115,18 +94,15 @@ def _produce(
         rows = x + given.to(gl.int64)[:, None] * (STEPS * BLOCK) + column[None, :]
         has_group = first + gl.arange(0, TILE, flat) < end
         of_group = x_scale + gl.convert_layout(given, flat)
-        before, row = row, expert * ROWS + block * (BLOCK if GATED else 2 * BLOCK)
-        is_new = row != before if KEPT else True
+        row = expert * ROWS + tile % COLUMNS * (BLOCK if GATED else 2 * BLOCK)
         for step in range(STEPS):
             at = filled % STAGES
             # the first wait for a stage is over at once
             mbarrier.wait(free.index(at), 1 - (filled // STAGES & 1))
-            mbarrier.expect(ready.index(at), 2 * BLOCK * BLOCK, pred=is_new)
-            if KEPT:
-                mbarrier.arrive(ready.index(at), pred=row == before)
+            mbarrier.expect(ready.index(at), 2 * BLOCK * BLOCK)
             for i in gl.static_range(2):
                 to = weights.index(2 * at + i)
-                _copy(weight, [row + i * SECOND, step * BLOCK], ready.index(at), to, pred=is_new)
+                _copy(weight, [row + i * SECOND, step * BLOCK], ready.index(at), to)
             _gather(tokens.index(at), rows + step * BLOCK, mask=is_pair[:, None])
             _gather(groups.index(at), of_group + step * x_group_stride, mask=has_group)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
@@ -164,11 +140,11 @@ def _consume(
         [HALF, BLOCK],
     )
     filled, count = 0, gl.load(tiles) * COLUMNS
-    begin, until, stride = _own_tiles(count, STEPS == STAGES)
-    expert, block, first, end = _tile(tiles, begin, count, COLUMNS, 2 * HALF)
-    for tile in range(begin, until, stride):
-        following = _tile(tiles, tile + stride, count, COLUMNS, 2 * HALF)
+    expert, first, end = _tile(tiles, gl.program_id(0), count, COLUMNS)
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        following = _tile(tiles, tile + gl.num_programs(0), count, COLUMNS)
         first += PART * HALF
+        block = tile % COLUMNS
         if first < end:
             scales = scale + (expert * 2 * COLUMNS + block * (1 if GATED else 2)) * STEPS
             to = first + gl.arange(0, HALF, gl.SliceLayout(1, stored))
@@ -212,7 +188,7 @@ def _consume(
                 mbarrier.wait(ready.index(at), filled // STAGES & 1)
                 mbarrier.arrive(free.index(at))
                 filled += 1
-        expert, block, first, end = following
+        expert, first, end = following
 
 
 @gluon.jit
@@ -290,7 +266,7 @@ def gated_experts(x: Tensor, up: Stack, down: Stack, place: Sorted) -> Tensor:
     """As triton_prompts.py's."""
     assert up.rounding is not None and down.rounding is not None
     pairs, count, width = len(place.order), len(place.ends), down.weight.shape[2]
-    tiles = torch.empty(1 + 4 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=x.device)
+    tiles = torch.empty(1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=x.device)
     _tiles_kernel[(count,)](
         place.ends, tiles, EXPERTS=count, PADDED=next_power_of_2(count), TILE=TILE, num_warps=4
     )
