@@ -191,7 +191,7 @@ def _consume(
         expert, first, end = following
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["x_group_stride", "y_group_stride"])
 def _prompt_kernel(
     x,  # float8: [n, SIZE] if GATED, else [pairs, SIZE], those of an expert side by side
     x_scale,  # of each row and group
