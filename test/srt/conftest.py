@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -85,6 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in gpu_tests:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Else each full collection, of which some tests ask for many, walks through all modules and
+    # tests: half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

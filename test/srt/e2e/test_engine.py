@@ -195,7 +195,7 @@ def test_a_closed_engine_leaves_neither_memory_nor_files(in_process: bool) -> No
     tokenizer, deadline = ask(), time.monotonic() + 60
     gc.collect()
     assert tokenizer() is None
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # of those before it some may have gone
     while psutil.Process().num_fds() > files:
         assert time.monotonic() < deadline
         time.sleep(0.05)
