@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,17 +14,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import trainer
 from ports import free_ports
 from rollout_rig import checkpoint, post, texts
 from running_server import need_weights
 from safetensors.torch import load_file
+from trainer import train
 
 from mamba_eagle import Engine, EngineError
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.message.channel import RECEIVED_PREFIX, memory_dir
 
 HOST = "127.0.0.1"
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["safetensors.torch", "torch.distributed"])  # seconds per trainer
 
 
 def call(engine: Engine, path: str, **body: Any) -> Any:
@@ -41,24 +42,20 @@ class Trainer:
         self.weights = load_file(path)
         port = free_ports(1)
         self.meeting = {"master_address": HOST, "master_port": port, "world_size": ranks + 1}
-        given = [HOST, str(port), str(ranks + 1), str(path), device]
-        self.process = subprocess.Popen(
-            [sys.executable, trainer.__file__, *given],
-            stdin=subprocess.PIPE,
-            text=True,
-            stderr=subprocess.DEVNULL,
-        )
+        told, self.tell = FORKS.Pipe(duplex=False)
+        given = (told, HOST, port, ranks + 1, str(path), device)
+        self.process = FORKS.Process(target=train, args=given, daemon=True)
+        self.process.start()
+        told.close()
 
     def join(self, **fields: Any) -> None:
         call(self.engine, "/init_weights_update_group", **self.meeting, rank_offset=1, **fields)
 
     def send(self, names: Sequence[str], flat: bool = False) -> dict[str, Any]:
         """Broadcasts these; what the engine is to be told of them."""
-        assert self.process.stdin is not None
-        lines = [" ".join(names)] if flat else names
         with contextlib.suppress(BrokenPipeError):  # a trainer whose group has ended may end, too
-            self.process.stdin.write("".join(f"{line}\n" for line in lines))
-            self.process.stdin.flush()
+            for together in [list(names)] if flat else [[name] for name in names]:
+                self.tell.send(together)
         return self.told(names, flat)
 
     def told(self, names: Sequence[str], flat: bool = False) -> dict[str, Any]:
@@ -71,10 +68,8 @@ class Trainer:
         }
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
+        self.tell.close()
+        self.process.join()
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +258,8 @@ def test_a_wrong_tensor_ends_its_update_and_group_and_changes_nothing(
         assert version(engine) == "default" and not received()
         with pytest.raises(EngineError, match="was not joined, or has failed"):
             call(engine, "/update_weights_from_distributed", **trains.send(names[:2]))
-        assert trains.process.wait(60) != 0, "its broadcast fails instead of waiting"
+        trains.process.join(60)
+        assert trains.process.exitcode, "its broadcast fails instead of waiting"
     assert texts(engine) == before
 
 

@@ -1,11 +1,11 @@
 """A trainer in a process of its own: joins a group as SGLang's clients do, and broadcasts a file's
-tensors in the order that its standard input names. arguments: address, port, members, file, and the
-tensors' device."""
+tensors in the order in which it is told their names."""
 
 from __future__ import annotations
 
 import datetime
-import sys
+import os
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 
-def main() -> None:
-    address, port, members, path, device = sys.argv[1:]
+def train(told: Connection, address: str, port: int, size: int, path: str, device: str) -> None:
+    """told: lists of names that go as one tensor of bytes, or of one alone; size: of the group."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it fails where an engine refuses what it sends
     if on_gpu := device != "cpu":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=60)
-    size = int(members)
     store, _, _ = next(dist.rendezvous(f"tcp://{address}:{port}", 0, size, timeout=timeout))
     name = c10d.GroupName("weight_update_group")
     group, _ = c10d._new_process_group_helper(
@@ -32,14 +32,13 @@ def main() -> None:
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # torch asks for it
     weights = load_file(path, device)
-    for line in sys.stdin:  # names that go as one tensor of bytes, or one alone
-        names = line.split()
+    while True:
+        try:
+            names = told.recv()
+        except EOFError:
+            break
         sent = [weights[name] for name in names]
         if len(sent) > 1:
             sent = [torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent])]
         group.broadcast(sent[0], 0).wait()
     dist.destroy_process_group(group)
-
-
-if __name__ == "__main__":
-    main()
