@@ -18,7 +18,6 @@ MAX_PENDING = 16  # entries that plain steps may leave pending before they must 
 # Limit for drafters without recurrent state, which need no row per entry; large so that plain
 # decoding rarely has to stop for them. The slot table has room for 64 positions past a request.
 MAX_WITHOUT_ROWS = 62
-FEW_PLAIN_STEPS = 2  # plain steps whose entries a step with drafts can process without catch_up
 
 
 def max_pending(config: DraftSettings) -> int:
@@ -62,8 +61,6 @@ class QueueingDrafter(Drafter):
         width = most + self.max_accepted
         entry = PendingSize(width, features, parts.backend.dtype, kv.padding_slot)
         self.entries = parts.backend.pending_entries(parts.table, entry)
-        # that a step with drafts can process; it is the same for all steps of a graph
-        self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, most)
         self.bounds = [0] * parts.table.processed.shape[0]  # or UNTRACKED
 
     def cached_pools(self) -> CachedPools:
@@ -98,8 +95,9 @@ class QueueingDrafter(Drafter):
         self.set_bounds(tracked, added)
         if self.place.on_host:
             return StepPart(shape, longest=max([1, *counts.values()]))
-        needs_catch_up = [slot for slot, n in counts.items() if n > self.longest]
-        return StepPart(shape, False, needs_catch_up, self.longest)
+        needs_catch_up = [slot for slot, n in counts.items() if n > self.max_accepted]
+        # the same for all steps of a graph, so no more than steps with drafts leave
+        return StepPart(shape, False, needs_catch_up, self.max_accepted)
 
     def _counts(self, slots: Sequence[int]) -> list[int]:
         """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
