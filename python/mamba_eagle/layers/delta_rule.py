@@ -154,8 +154,11 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
 
     def project(self, hidden: Tensor) -> Projected:
         c = self.config
-        channels, gate = self.product("channels", hidden).split([c.conv_dim, c.inner_size], dim=-1)
-        return Projected(channels, gate, self.product("gates", hidden))
+        both, raw = self._ops.in_branches(
+            lambda: self.product("channels", hidden), lambda: self.product("gates", hidden)
+        )
+        channels, gate = both.split([c.conv_dim, c.inner_size], dim=-1)
+        return Projected(channels, gate, raw)
 
     @property
     def parts(self) -> Parts | None:
