@@ -10,6 +10,7 @@ Built on the host once for all layers, and sent in one copy that the host does n
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ def prefill_plan(
     given = (requests, segments, blocks)
     for table, filler, rows in zip(given, FILLERS, room or ()):
         table += [filler] * (rows - len(table))
-    tables = _sent(given, to_device)
+    sent = in_one_copy([[n for row in table for n in row] for table in given], to_device)
+    tables = [flat.view(-1, len(table[0])) for flat, table in zip(sent, given)]
     return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block, ends)
 
 
@@ -125,21 +127,13 @@ def _check(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def _sent(
-    tables: Sequence[Sequence[tuple[int, ...]]],
+def in_one_copy(
+    lists: Sequence[Sequence[int]],
     to_device: Callable[..., Tensor],
+    dtype: torch.dtype = torch.int32,
 ) -> list[Tensor]:
-    """Each table as int32 [rows, columns]; one copy, which the host does not wait for. All begin at
-    multiples of 16 bytes, so that prompts of any number take the same machine code."""
-    shapes = [(len(table), len(table[0])) for table in tables]
-    packed: list[int] = []
-    begins = []
-    for table in tables:
-        begins.append(len(packed))
-        packed += [n for row in table for n in row]
-        packed += [0] * (-len(packed) % 4)
-    sent = to_device(packed, dtype=torch.int32)
-    sizes = [rows * columns for rows, columns in shapes]
-    return [
-        sent[begin : begin + size].view(shape) for begin, size, shape in zip(begins, sizes, shapes)
-    ]
+    """Each as a tensor. All begin at multiples of 16 bytes, so that lists of any length take the
+    same machine code."""
+    padded = [[*each, *[0] * (-len(each) % 4)] for each in lists]
+    sent = to_device(list(chain.from_iterable(padded)), dtype=dtype).split(list(map(len, padded)))
+    return [part[: len(each)] for part, each in zip(sent, lists)]

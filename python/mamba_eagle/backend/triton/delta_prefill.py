@@ -13,6 +13,7 @@ A request's stretches follow each other, in the flat input as in time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -27,17 +28,10 @@ from mamba_eagle.backend.triton.delta import gates_of
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK
-from mamba_eagle.kernels.prefill_plan import Prompt
+from mamba_eagle.kernels.prefill_plan import Prompt, in_one_copy
 from mamba_eagle.kernels.ssd.torch import even_chunk
 from mamba_eagle.layers.delta_rule import DeltaRule
 from mamba_eagle.layers.recurrent import Inputs, Recurrent, Scanned
-
-
-class Bounds(NamedTuple):
-    """Sequence i of a flat input is its tokens [bounds[i], bounds[i + 1])."""
-
-    device: Tensor  # [b + 1] int64
-    host: Tensor  # the same
 
 
 class Stretch(NamedTuple):
@@ -49,16 +43,18 @@ class Stretch(NamedTuple):
 
 
 class Saves(NamedTuple):
-    rows: Tensor  # [saves] int64: which of the states at hand
+    rows: Tensor | None  # [saves] int64: which of the states at hand; None: all, in order
     slots: Tensor  # [saves] int64: where they go
     keys: Tensor | None  # of their rounding
 
 
 class Stretches(NamedTuple):
-    """All of a pass, request after request."""
+    """All of a pass, request after request. Stretch i is tokens [bounds[i], bounds[i + 1])."""
 
-    bounds: Bounds
+    bounds: list[int]
     requests: list[int]  # the first stretch of each request, and the number of all
+    on_device: Tensor  # int64, as the following: ``bounds``
+    places: Tensor  # [chunks, 2]: of each its stretch, and which of that's it is
     # A stretch is taken CHUNK tokens at a time. Chunk c is the tokens [starts[c], starts[c + 1])
     # and ends stretch ends[c], none if that is -1; request i has chunks [chunks[i], chunks[i + 1]).
     starts: Tensor  # int32, as the following
@@ -70,16 +66,27 @@ class Stretches(NamedTuple):
         """lengths: of the stretches of each request."""
         requests = list(accumulate(map(len, lengths), initial=0))
         bounds = list(accumulate(chain.from_iterable(lengths), initial=0))
-        starts, ends, first = list[int](), list[int](), [0]
+        starts, ends, places, first = list[int](), list[int](), list[int](), [0]
         for stretch, (begin, end) in enumerate(pairwise(bounds)):
             own = range(begin, end, CHUNK)
             starts += own
             ends += [-1] * (len(own) - 1) + [stretch]
+            places += chain.from_iterable((stretch, i) for i in range(len(own)))
             first.append(len(starts))
         chunks = [first[stretch] for stretch in requests]
-        numbers = [[*starts, bounds[-1]], ends, chunks]
-        on_device = Bounds(place.to_device(bounds), torch.tensor(bounds))
-        return cls(on_device, requests, *(place.to_device(each).int() for each in numbers))
+        narrow = in_one_copy([[*starts, bounds[-1]], ends, chunks], place.to_device)
+        wide, flat = in_one_copy([bounds, places], place.to_device, torch.int64)
+        return cls(bounds, requests, wide, flat.view(-1, 2), *narrow)
+
+
+class Moves(NamedTuple):
+    """What becomes of the states in a pass: the same in all layers."""
+
+    stretches: Stretches
+    sources: Tensor  # [b] int64, the slots of the states that requests begin from
+    empty: Tensor  # [·] int64, the requests that begin with zeros
+    at_start: Saves | None
+    at_end: Saves
 
 
 class DeltaScan(ABC):
@@ -98,10 +105,9 @@ class TorchScan(DeltaScan):
         self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         found: list[Scanned] = []
-        bounds = stretches.bounds.host.tolist()
         for i, (first, last) in enumerate(pairwise(stretches.requests)):
             begun = state[i : i + 1]
-            for begin, end in pairwise(bounds[first : last + 1]):
+            for begin, end in pairwise(stretches.bounds[first : last + 1]):
                 own = Inputs(*(part[None, begin:end] for part in inputs))
                 found.append(layer.scan(own, begun, even_chunk(end - begin)))
                 begun = found[-1].state
@@ -133,31 +139,43 @@ class DeltaPrefillContext(PlannedPrefill):
     ) -> None:
         super().__init__(parts, pool, paged, place)
         self.scan = scan
-        prompts = [prompt_of(part) for part in parts]
-        self.sources = place.to_device([max(prompt.source, 0) for prompt in prompts])
+
+    @cached_property
+    def moves(self) -> Moves:
+        """Made when the first layer needs it: until then the device has that layer's products."""
+        prompts = [prompt_of(part) for part in self.parts]
+        sources = [max(prompt.source, 0) for prompt in prompts]
         empty = [i for i, prompt in enumerate(prompts) if prompt.source < 0]
-        self.empty = place.to_device(empty) if empty else None
         at_start = [
             (i, i, 0, slot) for i, prompt in enumerate(prompts) for slot in _slots_at(prompt, 0)
         ]
-        self.at_start = self._saves(at_start) if at_start else None
         cut = [stretches(prompt) for prompt in prompts]
-        self.stretches = Stretches.of([[each.length for each in own] for own in cut], place)
         flat = [(part, each) for part, own in enumerate(cut) for each in own]
         at_end = [
             (i, part, each.tokens, slot)
             for i, (part, each) in enumerate(flat)
             for slot in each.slots
         ]
-        self.at_end = self._saves(at_end)
-
-    def _saves(self, saves: list[tuple[int, int, int, int]]) -> Saves:
-        """saves: which state, of which part, after how many of its tokens, and the state slot."""
-        keys = self.round_keys([(part, tokens) for _, part, tokens, _ in saves])
-        rows, slots = self.place.to_device(
-            [[row for row, *_ in saves], [slot for *_, slot in saves]]
+        lists = [sources, empty]
+        for saves in (at_start, at_end):
+            lists += [[row for row, *_ in saves], [slot for *_, slot in saves]]
+        sent = in_one_copy(lists, self.place.to_device, torch.int64)
+        lengths = [[each.length for each in own] for own in cut]
+        return Moves(
+            Stretches.of(lengths, self.place),
+            sent[0],
+            sent[1],
+            self._saves(at_start, len(prompts), *sent[2:4]) if at_start else None,
+            self._saves(at_end, len(flat), *sent[4:]),
         )
-        return Saves(rows, slots, keys)
+
+    def _saves(
+        self, saves: list[tuple[int, int, int, int]], states: int, rows: Tensor, slots: Tensor
+    ) -> Saves:
+        """saves: which of the states, of which part, after how many of its tokens, and the slot."""
+        keys = self.round_keys([(part, tokens) for _, part, tokens, _ in saves])
+        whole = [row for row, *_ in saves] == list(range(states))
+        return Saves(None if whole else rows, slots, keys)
 
     def fixed(self, tokens: int, requests: int) -> None:
         return None  # the host divides each prompt into stretches
@@ -168,15 +186,18 @@ class DeltaPrefillContext(PlannedPrefill):
         inputs = Inputs(
             conv_prompts(channels, *layer.taps(), pool.conv[i], self.plan), gates_of(layer, raw)
         )
-        states = pool.ssm[i][self.sources].float()
-        if self.empty is not None:
-            states.index_fill_(0, self.empty, 0.0)
-        if self.at_start is not None:
-            self._write(i, states, self.at_start)
-        y, ends = self.scan.scan(layer, inputs, self.stretches, states)
-        self._write(i, ends, self.at_end)
+        moves, slots = self.moves, pool.ssm[i]
+        if len(moves.empty) == len(moves.sources):
+            states = torch.zeros(len(moves.empty), *slots.shape[1:], device=slots.device)
+        else:
+            states = slots[moves.sources].float().index_fill_(0, moves.empty, 0.0)
+        if moves.at_start is not None:
+            self._write(i, states, moves.at_start)
+        y, ends = self.scan.scan(layer, inputs, moves.stretches, states)
+        self._write(i, ends, moves.at_end)
         return y
 
     def _write(self, layer: int, states: Tensor, saves: Saves) -> None:
-        rounded = self.pool.rounding.round(states[saves.rows], saves.keys, layer)
+        given = states if saves.rows is None else states[saves.rows]
+        rounded = self.pool.rounding.round(given, saves.keys, layer)
         self.pool.ssm[layer][saves.slots] = rounded

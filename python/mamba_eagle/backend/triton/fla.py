@@ -11,7 +11,6 @@ import sys
 import triton
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-from fla.ops.utils.index import prepare_chunk_indices
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
@@ -51,15 +50,6 @@ class FlaScan(DeltaScan):
 
     def __init__(self) -> None:
         settle()
-        self._last: tuple[Stretches, dict[str, Tensor]] | None = None  # of the layer before
-
-    def _chunks(self, stretches: Stretches) -> dict[str, Tensor]:
-        """Arguments that say where chunks are."""
-        if self._last is None or self._last[0] is not stretches:
-            bounds = stretches.bounds
-            indices = prepare_chunk_indices(bounds.device, CHUNK, cu_seqlens_cpu=bounds.host)
-            self._last = stretches, {"cu_seqlens": bounds.device, "chunk_indices": indices}
-        return self._last[1]
 
     def scan(
         self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
@@ -67,7 +57,7 @@ class FlaScan(DeltaScan):
         keys = layer.config.num_groups, layer.config.state_size
         made = chunk_inputs(*inputs, stretches.starts, CHUNK, keys, L2_EPS)
         q, k, v, g, beta = (each[None] for each in made)
-        given = self._chunks(stretches)
+        given = {"cu_seqlens": stretches.on_device, "chunk_indices": stretches.places}
         w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g=g, beta=beta, chunk_size=CHUNK, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
         walk = states(made.k, w[0], u[0], made.g, state, where, stretches.requests[-1])

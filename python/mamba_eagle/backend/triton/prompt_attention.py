@@ -1,6 +1,7 @@
 """Attention of prompts on Hopper: keys and values are gathered from the pool, layer by layer."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,17 +24,22 @@ class GatheredPrompts:
         self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan], place: Place
     ) -> None:
         """slot_table: [R, positions], with the KV slots of the spans' tokens."""
-        self.pool = pool
-        new = [slot_table[slot, start : start + length] for slot, start, length in spans]
-        self.write_slots = torch.cat(new)
-        parts = list(_together(spans))
-        self.lengths = [sum(span.length for span in part) for part in parts]
-        self.parts = [self._part(slot_table, part, place) for part in parts]
+        self.pool, self.slot_table, self.spans, self.place = pool, slot_table, spans, place
+        self.together = list(_together(spans))
+        self.lengths = [sum(span.length for span in part) for part in self.together]
 
-    @staticmethod
-    def _part(
-        slot_table: Tensor, spans: Sequence[PromptSpan], place: Place
-    ) -> tuple[Tensor, Tensor]:
+    # made when the first layer needs them: by then the device has enough to do
+
+    @cached_property
+    def write_slots(self) -> Tensor:
+        spans, table = self.spans, self.slot_table
+        return torch.cat([table[slot, start : start + length] for slot, start, length in spans])
+
+    @cached_property
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        return [self._part(spans) for spans in self.together]
+
+    def _part(self, spans: Sequence[PromptSpan]) -> tuple[Tensor, Tensor]:
         """The slots of the spans' keys, and the tiles of their queries.
 
         After a request's last key comes that key again up to the end of its tile: with another
@@ -43,12 +49,12 @@ class GatheredPrompts:
         """
         slots, chunks, first = [], [], 0
         for slot, start, length in spans:
-            table = slot_table[slot, : start + length]
+            table = self.slot_table[slot, : start + length]
             slots += [table, table[-1:].expand(-len(table) % LARGEST_TILE)]
             chunks.append((first, start, length))
             first += len(table) + len(slots[-1])
         slots.append(slots[0][:1].expand(next_power_of_2(first) - first))
-        tiles = place.to_device(prompt_tiles(chunks, TILE), torch.int32)
+        tiles = self.place.to_device(prompt_tiles(chunks, TILE), torch.int32)
         return torch.cat(slots), tiles
 
     def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

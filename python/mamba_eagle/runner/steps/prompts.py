@@ -223,19 +223,22 @@ class PromptRunner:
         journals, and nothing is sampled."""
         model = self.step.model
         for item in items:
-            self._admit(item)
+            self._enter(item)
         self.journals.begin(items)
-        items = [_continued(item) for item in items]
+        begun, items = items, [_continued(item) for item in items]
         parts = prefill_parts(items)
-        tokens = self._indices([token for item in items for token in item.token_ids])
+        tokens = self._indices(np.concatenate([np.asarray(item.token_ids) for item in items]))
         inner = self.graphs.context(parts)
         places = self.journals.places(parts)
         ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
-        state_slots = self._indices([item.state_slot for item in items])
-        before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
         with self._adapters(parts):
             made = self.graphs.features(tokens, inner) if places is None else None
             features = model(tokens, ctx) if made is None else made
+        # what the pass does not read is sent while the device is at it
+        for item in begun:
+            self._admit(item)
+        state_slots = self._indices([item.state_slot for item in items])
+        before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
         self._keep_features(parts, features)
         if places is not None:
             self.journals.write_features(places, features)
@@ -306,19 +309,23 @@ class PromptRunner:
             self.step.drafter.observe_prefill([piece], tokens, features, nothing)
         return msgspec.structs.replace(item, first=None)
 
+    def _enter(self, item: PrefillItem) -> None:
+        """Enter into tables what a pass over the chunk reads: its KV slots, and at the first chunk
+        those of its prefix, and the request's seed and adapter."""
+        table, slot, kv_slots, start = self.step.table, item.slot, item.kv_slots, item.start
+        if (first := item.first) is not None:
+            kv_slots, start = first.prefix_kv_slots + kv_slots, 0
+            table.seed[slot].fill_(first.sampling.seed)
+            self.step.adapters.admit(slot, first.adapter)
+        end = start + len(kv_slots)
+        table.kv_slots[slot, start:end] = self._indices(np.asarray(kv_slots))
+
     def _admit(self, item: PrefillItem) -> None:
-        """Enter the chunk's KV slots into the request table, and at the first chunk everything else
-        about the request."""
-        table, slot, start = self.step.table, item.slot, item.start
-        end = start + len(item.kv_slots)
+        """At the first chunk, enter everything else about the request."""
         if (first := item.first) is None:
-            table.kv_slots[slot, start:end] = self._indices(np.asarray(item.kv_slots))
             return
-        kv_slots = first.prefix_kv_slots + item.kv_slots
-        table.kv_slots[slot, :end] = self._indices(np.asarray(kv_slots))
-        params = first.sampling
+        table, slot, params = self.step.table, item.slot, first.sampling
         table.state_slot[slot].fill_(item.state_slot)
-        table.seed[slot].fill_(params.seed)
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
         table.wants_logprobs[slot] = first.return_logprob
         table.top_logprobs[slot] = first.top_logprobs
@@ -327,7 +334,6 @@ class PromptRunner:
         table.wants_trace[slot] = first.return_spec_trace
         hidden_size = self.step.model.config.hidden_size
         table.wants_hidden[slot] = hidden_size if first.return_hidden_states else 0
-        self.step.adapters.admit(slot, first.adapter)
         self.pooling.admit(slot, first.pooling)
         self.step.routing.admit(slot, first.return_routed_experts)
         self.step.sampling.set(slot, params, first.output_start, first.history)
