@@ -136,6 +136,7 @@ class PreNormLayer(ResidualLayer):
     def connect(self) -> None:
         for step in self.steps():
             step.norm.rounding = getattr(step.body, "input_rounding", None)
+            step.norm.rounded_from = getattr(step.body, "rounded_from", 0)
 
 
 def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:

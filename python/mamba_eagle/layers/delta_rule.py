@@ -21,6 +21,7 @@ from mamba_eagle.kernels.delta_rule.torch import (
     snapshot_verify,
     tree_verify,
 )
+from mamba_eagle.kernels.float8.torch import Operand, Rounding, unrounded
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.linear import JoinedLayer, Linear
@@ -152,13 +153,21 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
     def ends(self) -> tuple[HeadNormThenGate, Linear]:
         """What is made of the recurrence's output and the gate."""
 
-    def project(self, hidden: Tensor) -> Projected:
+    def project(self, hidden: Operand) -> Projected:
         c = self.config
         both, raw = self._ops.in_branches(
-            lambda: self.product("channels", hidden), lambda: self.product("gates", hidden)
+            lambda: self.product("channels", hidden),
+            lambda: self.product("gates", unrounded(hidden)),
         )
         channels, gate = both.split([c.conv_dim, c.inner_size], dim=-1)
         return Projected(channels, gate, raw)
+
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8 for the channels; gates are
+        made of the numbers themselves."""
+        rounding = self._joined["channels"].rounding if "channels" in self._joined else None
+        return None if rounding is None else rounding._replace(kept=True)
 
     @property
     def parts(self) -> Parts | None:
@@ -167,7 +176,7 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
         both = "channels" in made and "gates" in made
         return Parts(made["channels"], made["gates"], *self.ends) if both else None
 
-    def product(self, name: str, hidden: Tensor) -> Tensor:
+    def product(self, name: str, hidden: Operand) -> Tensor:
         """What some ``projections`` make of hidden [n, hidden_size], side by side."""
         if name in self._joined:
             return self._joined[name](hidden)
@@ -178,7 +187,7 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
         g = -self.A_log.float().exp() * F.softplus(decay + self.dt_bias.float())
         return torch.cat([g, beta.sigmoid() * self.config.max_beta], dim=-1)
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Operand, ctx: ForwardContext) -> Tensor:
         channels, gate, raw = self.project(hidden)
         norm, out = self.ends
         made: Tensor = out(norm(ctx.recur(self, channels, raw), gate))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding, unrounded
 from mamba_eagle.layers.adapters import Additions, slots_of_rows
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
@@ -139,7 +139,7 @@ class Linear(MatrixLayer):
             assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
             y = F.linear(x, self.weight, self.bias)
         if self.additions is not None and (slots := slots_of_rows()) is not None:
-            self.additions(y, x, slots)
+            self.additions(y, unrounded(x), slots)
         return y
 
     def rehearse(self, device: torch.device) -> None:

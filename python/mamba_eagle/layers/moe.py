@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
+from mamba_eagle.kernels.float8.torch import Operand, Rounding, unrounded
 from mamba_eagle.layers.adapters import reading
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
@@ -170,7 +171,7 @@ class Experts(MatrixLayer):
 
     def forward(
         self,
-        x: Tensor,
+        x: Operand,
         routes: Routes,
         beside: Callable[[], Tensor] | None = None,
         share: Tensor | None = None,
@@ -282,9 +283,23 @@ class GatedSharedMoE(Mixture):
         self.experts.share(*self.shared_expert.products)
         self.gate.take_along(self.shared_expert_gate)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        routes = self.gate(hidden)
-        share = self.shared_expert_gate(hidden) if routes.share is None else routes.share
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8, once for routed and shared
+        experts; routers read the numbers themselves."""
+        fused = self.experts.fused
+        own = None if fused is None else fused.input_rounding
+        one = own is not None and own.equals(self.shared_expert.input_rounding)
+        return own._replace(kept=True) if own is not None and one else None
+
+    @property
+    def rounded_from(self) -> int:
+        return 0 if self.experts.fused is None else self.experts.fused.rounded_from
+
+    def forward(self, hidden: Operand) -> Tensor:
+        exact = unrounded(hidden)
+        routes = self.gate(exact)
+        share = self.shared_expert_gate(exact) if routes.share is None else routes.share
         return self.experts(hidden, routes, lambda: self.shared_expert(hidden), share)
 
 

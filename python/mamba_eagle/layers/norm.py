@@ -15,8 +15,10 @@ class Norm(Layer):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+        self.dtype = self.weight.dtype  # of hidden states
         self.eps = eps
         self.rounding: Rounding | None = None
+        self.rounded_from = 0  # tokens; the output of fewer stays as it is
 
 
 class RMSNorm(Norm):
@@ -26,10 +28,19 @@ class RMSNorm(Norm):
         """The norm of ``stream + added``, and that sum, where ``added`` is a rank's part of what is
         added. Neither input may be used afterwards, since results may overwrite them. stream, added
         [n, size]."""
-        return self._ops.total_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)
+        rounding = self._rounding(len(stream))
+        return self._ops.total_add_rms_norm(stream, added, self.weight, self.eps, rounding)
 
     def forward(self, x: Tensor) -> Tensor | Rounded:
-        return self._ops.rms_norm(x, self.weight, self.eps, self.rounding)
+        return self._ops.rms_norm(x, self.weight, self.eps, self._rounding(len(x)))
+
+    def _rounding(self, n: int) -> Rounding | None:
+        return self.rounding if n >= self.rounded_from else None
+
+    def rehearse(self, device: torch.device) -> None:
+        if self.rounded_from and self.rounding is not None:
+            x = torch.zeros(self.rounded_from, len(self.weight), dtype=self.dtype, device=device)
+            self._ops.add_rms_norm(x, x.clone(), self.weight, self.eps, self.rounding)
 
 
 def keep_exact(model: nn.Module) -> None:

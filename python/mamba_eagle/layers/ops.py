@@ -69,10 +69,11 @@ class LayerOps:
         rounding: Rounding | None = None,
     ) -> Normed:
         """``add_rms_norm`` of the stream and what the ranks computed."""
-        fused = self.group.fused_sum(partial) if rounding is None else None
+        fused = self.group.fused_sum(partial) if rounding is None or rounding.kept else None
         if fused is None or weight.dtype != partial.dtype or stream.dtype != partial.dtype:
             return self.add_rms_norm(stream, self.total(partial), weight, eps, rounding)
-        return fused.sum_norm(stream, partial, weight, eps)
+        normed, total = fused.sum_norm(stream, partial, weight, eps)
+        return Normed(self.round(normed, rounding), total)
 
     def round(self, x: Tensor, rounding: Rounding | None) -> Operand:
         """x [n, size], as float8 if there is a rounding."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.experts.torch import Routes
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded, widened
+from mamba_eagle.kernels.float8.torch import Operand, Rounded, Rounding, rounded, widened
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 # x [m, in], sorted by expert; ends [E] int64, where each expert's rows end -> [m, out]
@@ -44,10 +44,13 @@ class WritingProduct(ABC):
 class ExpertLayer(ABC):
     """A mixture's experts, with all that is between the routes and the weighted sum."""
 
+    input_rounding: Rounding | None = None  # how a norm before it may round x of ``rounded_from``
+    rounded_from = 0  # tokens and more
+
     @abstractmethod
     def __call__(
         self,
-        x: Tensor,
+        x: Operand,
         routes: Routes,
         beside: Callable[[], Tensor] | None = None,
         share: Tensor | None = None,

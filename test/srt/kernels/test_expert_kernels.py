@@ -35,7 +35,7 @@ from mamba_eagle.kernels.float8.torch import (
 from mamba_eagle.layers.adapters import AdapterSize, reading
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mlp import gate_and_up
-from mamba_eagle.layers.moe import LatentMoE, SigmoidMoE
+from mamba_eagle.layers.moe import GatedSharedMoE, LatentMoE, SigmoidMoE
 from mamba_eagle.model_config import MoEConfig
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.parallel.cut import columns, rows
@@ -394,7 +394,9 @@ def test_kernels_of_prompts_give_what_tiles_give(
     if not GPU:
         monkeypatch.setattr(prompts, "SIZES", (tokens, 4097))
     found = layer._each(x, Pairs(routes, None, 0))
-    assert len(calls) == 1
+    assert len(calls) == 1 and layer.input_rounding is not None
+    kept = TritonOps().round(x, layer.input_rounding._replace(kept=True))
+    assert torch.equal(layer._each(kept, Pairs(routes, None, 0)), found)
     layer.prompts, layer.max_rounded_as_read = False, 0
     wanted = layer._each(x, Pairs(routes, None, 0))
     if GPU:
@@ -488,6 +490,25 @@ def test_a_layer_of_experts_gives_what_it_gives_in_torch(latent: int | None) -> 
         x = normal(tokens, SIZE, seed=8)
         wanted = exact(x.float().cpu())
         assert relative_error(layer(x), wanted.double()) < 2 * ERROR
+
+
+@runs_kernels
+@torch.no_grad()
+def test_routed_and_shared_experts_take_what_a_norm_has_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not GPU:
+        monkeypatch.setattr(prompts, "SIZES", (70, 4097))
+    layer = GatedSharedMoE(MoEConfig(EXPERTS, TOP_K, 128, 128), 256).to(DEVICE, DTYPE)
+    random_weights(layer, 5)
+    for owner in (layer.experts, *layer.shared_expert.children()):
+        for name in owner.matrix_names:
+            owner.hold(name, as_float8(getattr(owner, name).detach(), "blocks"))
+    prepare_for_inference(layer, TritonOps())
+    rounding = layer.input_rounding
+    assert rounding is not None and rounding.kept and layer.rounded_from == fused.MAX_SHARED + 1
+    x = normal(600 if GPU else 70, 256, seed=8)
+    assert torch.equal(layer(TritonOps().round(x, rounding)), layer(x))
 
 
 @runs_kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -136,6 +136,31 @@ def test_rounded_rms_norm(
     assert isinstance(found, Rounded)
     check_rounded(found, exact, static, group)
     torch.testing.assert_close(stream.cpu(), x + added if has_added else x)
+
+
+@only_triton
+@pytest.mark.parametrize("size", [330, 1344, 40])
+@pytest.mark.parametrize("has_added", [False, True], ids=["norm", "sum-and-norm"])
+def test_a_norm_beside_its_rounding_has_the_bits_of_both(
+    form: str, has_added: bool, size: int
+) -> None:
+    from mamba_eagle.backend.triton.layer_ops import TritonOps
+
+    device, ops = device_of(form), TritonOps()
+    given = [normal(3, size, seed=i).to(device, torch.bfloat16) for i in range(2)]
+    weight = normal(size, seed=2).to(device)
+    for rounding in (Rounding(), Rounding(None, 64), make_rounding(form, 0.01)):
+
+        def norm(rounding: Rounding | None) -> Any:
+            if has_added:
+                return ops.add_rms_norm(*map(Tensor.clone, given), weight, EPS, rounding).normed
+            return ops.rms_norm(given[0], weight, EPS, rounding)
+
+        found, wanted = norm(rounding._replace(kept=True)), norm(None)
+        assert torch.equal(found.exact, wanted)
+        separate = ops.round(wanted, rounding)
+        assert torch.equal(found.values.float(), separate.values.float())
+        assert torch.equal(found.scale, separate.scale)
 
 
 @only_triton

@@ -61,7 +61,7 @@ class ExactFloat8(products.Float8Product):
     sizes = (16, 32, products.FEW_TOKENS, *prompts.SIZES)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
-        given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
+        given = float8.rounded(x, self.rounding)
         multiply = float8.product if len(given.values) <= products.FEW_TOKENS else prompts.product
         return multiply(given, self.weight, self.scale, bias, self.dtype, self.block)
 

@@ -16,7 +16,7 @@ from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
 from mamba_eagle.kernels.experts.triton_routes import SIZES as ROUTER_SIZES
 from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
-from mamba_eagle.kernels.float8.torch import LARGEST
+from mamba_eagle.kernels.float8.torch import LARGEST, Operand, unrounded
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_
@@ -146,6 +146,9 @@ class FusedExperts(ExpertLayer):
             tiles = TILES_BLOCKS
         # whether many tokens have kernels of their own
         self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and prompts.fits(up, down)
+        if self.prompts and not exact:
+            # fewer tokens are rounded as they are read
+            self.input_rounding, self.rounded_from = up.rounding, MAX_SHARED + 1
         self.forms = tiles if exact else [few, *tiles]
         self.max_shared = 0 if exact else MAX_SHARED
         self.max_rounded_as_read = 0 if exact else MAX_ROUNDED_AS_READ  # by other bits
@@ -163,12 +166,12 @@ class FusedExperts(ExpertLayer):
 
     def __call__(
         self,
-        x: Tensor,
+        x: Operand,
         routes: Routes,
         beside: Callable[[], Tensor] | None = None,
         share: Tensor | None = None,
     ) -> Tensor:
-        n = len(x)
+        n = len(routes.experts)
         if routes.experts.dtype != torch.int32:
             routes = routes._replace(experts=routes.experts.int())
         # where rows have adapters, which these kernels would leave out, shared experts run apart
@@ -177,7 +180,7 @@ class FusedExperts(ExpertLayer):
         added = beside() if beside is not None and not inside else None
         pairs = Pairs(routes, None, inside)
         if n > MAX_TILES and self.library:
-            return self._many(x, pairs, added, share)
+            return self._many(unrounded(x), pairs, added, share)
         each = self._each(x, pairs)
         return kernels.weighted_sum(each, pairs, added, share=share)
 
@@ -191,18 +194,20 @@ class FusedExperts(ExpertLayer):
                 up = up._replace(stages=up.stages - 1)
         return up, down
 
-    def _each(self, x: Tensor, pairs: Pairs) -> Tensor:
+    def _each(self, x: Operand, pairs: Pairs) -> Tensor:
         """[pairs, size], in the order of triton.py."""
-        if self.prompts and len(x) >= prompts.SIZES[0]:
+        n = len(pairs.routes.experts)
+        if self.prompts and n >= prompts.SIZES[0]:
             place = sort_pairs(pairs.routes.experts, self.count)
             module = hopper if hopper.supports(self.down) else prompts
             return module.gated_experts(x, self.up, self.down, place)
-        above, below = self._config(len(x))
-        given, rounding = Marked(x, pairs.routes.weights), self.up.rounding
-        once = len(x) > self.max_rounded_as_read  # whether groups are rounded by launches
+        above, below = self._config(n)
+        exact, rounding = unrounded(x), self.up.rounding
+        given = Marked(exact, pairs.routes.weights)
+        once = n > self.max_rounded_as_read  # whether groups are rounded by launches
         if above.tokens:
             in_groups = rounding is not None and rounding.group > 0
-            to_round = None if rounding is None or in_groups else x
+            to_round = None if rounding is None or in_groups else exact
             place = sort_pairs(pairs.routes.experts, self.count, to_round, rounding)
             pairs = pairs._replace(place=place)
             if to_round is not None:

@@ -119,7 +119,7 @@ class Float8Product(MatrixProduct):
             self.block_scale = F.pad(self.scale, (0, -self.scale.shape[1] % 4)).t()
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
-        given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
+        given = float8.rounded(x, self.rounding)
         n = len(given.values)
         if self.block_scale is not None and given.group and n > FEW_TOKENS:
             whole = float8.with_room(given)

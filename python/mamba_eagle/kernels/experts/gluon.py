@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mamba_eagle.kernels.experts.triton import BLOCK, Stack
 from mamba_eagle.kernels.experts.triton_routes import Sorted
-from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.kernels.float8.torch import Operand, Rounded
 from mamba_eagle.kernels.float8.triton import empty_rounded, rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import PROCESSORS, capability, cdiv, next_power_of_2
 from mamba_eagle.kernels.triton_math import silu
@@ -262,17 +262,17 @@ def supports(down: Stack) -> bool:
     return capability(down.weight.device)[0] == HOPPER and down.weight.shape[1] % (2 * BLOCK) == 0
 
 
-def gated_experts(x: Tensor, up: Stack, down: Stack, place: Sorted) -> Tensor:
+def gated_experts(x: Operand, up: Stack, down: Stack, place: Sorted) -> Tensor:
     """As triton_prompts.py's."""
     assert up.rounding is not None and down.rounding is not None
-    pairs, count, width = len(place.order), len(place.ends), down.weight.shape[2]
-    tiles = torch.empty(1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=x.device)
+    pairs, (count, size, width), device = len(place.order), down.weight.shape, down.weight.device
+    tiles = torch.empty(1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=device)
     _tiles_kernel[(count,)](
         place.ends, tiles, EXPERTS=count, PADDED=next_power_of_2(count), TILE=TILE, num_warps=4
     )
-    made = empty_rounded(pairs, width, down.rounding, x.device)
+    made = empty_rounded(pairs, width, down.rounding, device)
     _launch(rounded(x, up.rounding), up, place.order, tiles, made)
-    y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    y = torch.empty(pairs, size, dtype=torch.bfloat16, device=device)
     _launch(made, down, place.order, tiles, y)
     return y
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.experts.triton import BLOCK, GROUPED, Config, Stack
 from mamba_eagle.kernels.experts.triton_routes import Sorted
-from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.kernels.float8.torch import Operand, Rounded
 from mamba_eagle.kernels.float8.triton import (
     empty_rounded,
     product_of_tiles,
@@ -115,16 +115,18 @@ def fits(up: Stack, down: Stack) -> bool:
     return blocks and not any(size % BLOCK for each in stacks for size in each.weight.shape[1:])
 
 
-def gated_experts(x: Tensor, up: Stack, down: Stack, place: Sorted) -> Tensor:
-    """x [n, size] bfloat16 -> what the experts of all pairs make, [pairs, size], by number."""
+def gated_experts(x: Operand, up: Stack, down: Stack, place: Sorted) -> Tensor:
+    """x [n, size] bfloat16, or rounded -> what the experts of all pairs make, [pairs, size], by
+    number."""
     assert up.rounding is not None and down.rounding is not None
-    pairs, width = len(place.order), down.weight.shape[2]
-    top_k = pairs // len(x)
-    made = empty_rounded(pairs, width, down.rounding, x.device)
-    wide = len(x) >= SIZES[1]
+    pairs, (_, size, width), given = len(place.order), down.weight.shape, rounded(x, up.rounding)
+    n, device = len(given.values), down.weight.device
+    top_k = pairs // n
+    made = empty_rounded(pairs, width, down.rounding, device)
+    wide = n >= SIZES[1]
     config = Config(BLOCK, 128, BLOCK, 8, 3) if wide else Config(BLOCK, 64, BLOCK, 4, 4)
-    _launch(rounded(x, up.rounding), up, place, top_k, made, config)
-    y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    _launch(given, up, place, top_k, made, config)
+    y = torch.empty(pairs, size, dtype=torch.bfloat16, device=device)
     _launch(made, down, place, top_k, y, Config(BLOCK, 64, BLOCK, 4, 3))
     return y
 

@@ -25,6 +25,7 @@ class Rounding(NamedTuple):
 
     scale: Tensor | None = None  # [1, 1] float32
     group: int = 0
+    kept: bool = False  # whether others read the numbers as they were
 
     def equals(self, other: Rounding | None) -> bool:
         if other is None or self.group != other.group:
@@ -40,9 +41,15 @@ class Rounded(NamedTuple):
     values: Tensor  # [n, size] E4M3
     scale: Tensor  # float32: [1, 1], [n, 1] or [n, groups]
     group: int = 0  # channels per group, if there is one scale per group
+    exact: Tensor | None = None  # [n, size], what was rounded, if that is kept
 
 
 Operand: TypeAlias = Any  # of a product: a tensor, or Rounded where there is a Rounding
+
+
+def unrounded(x: Operand) -> Operand:
+    """What was rounded, if that is kept."""
+    return x.exact if isinstance(x, Rounded) and x.exact is not None else x
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -52,17 +59,17 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     """x [n, size], any float dtype."""
-    x = x.float()
+    x, exact = x.float(), x if rounding.kept else None
     if rounding.scale is not None:
-        return Rounded(to_e4m3(x / rounding.scale), rounding.scale)
+        return Rounded(to_e4m3(x / rounding.scale), rounding.scale, exact=exact)
     if not rounding.group:
         scale = row_scale(x)
-        return Rounded(to_e4m3(x / scale), scale)
+        return Rounded(to_e4m3(x / scale), scale, exact=exact)
     missing = -x.shape[1] % rounding.group  # the last group may be shorter
     groups = torch.nn.functional.pad(x, (0, missing)).unflatten(1, (-1, rounding.group))
     scale = row_scale(groups)
     values = to_e4m3((groups / scale).flatten(1)[:, : x.shape[1]].contiguous())
-    return Rounded(values, scale[..., 0], rounding.group)
+    return Rounded(values, scale[..., 0], rounding.group, exact)
 
 
 def row_scale(x: Tensor) -> Tensor:

@@ -113,8 +113,10 @@ def with_room(x: Rounded) -> Rounded:
     return Rounded(x.values.as_strided((room, size), (size, 1)), scale, x.group)
 
 
-def rounded(x: Tensor, rounding: Rounding) -> Rounded:
-    """As torch.py's. x [n, size], last dimension contiguous."""
+def rounded(x: Tensor | Rounded, rounding: Rounding) -> Rounded:
+    """As torch.py's, unless that is done. x [n, size], last dimension contiguous."""
+    if isinstance(x, Rounded):
+        return x
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
     groups = cdiv(size, rounding.group) if rounding.group else 0
@@ -127,7 +129,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
         num_warps=warps_of_row(block * max(1, together)),
         **overlapping(x.device),
     )
-    return out
+    return out._replace(exact=x) if rounding.kept else out
 
 
 def warps_of_row(block: int) -> int:

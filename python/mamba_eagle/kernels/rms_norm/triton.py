@@ -63,6 +63,7 @@ def _norm_kernel(
     static,  # [1, 1], of float8, or None
     out,  # [n, SIZE], rows out_stride apart; may be added. Float8 if ROUNDED, rows side by side
     scales,  # [n, 1] or, if GROUP, [n, groups]: written, where float8 has no static; or None
+    exact,  # [n, SIZE], rows out_stride apart, written beside float8; may be added. None: is not
     n,
     x_stride,
     added_stride,
@@ -98,7 +99,13 @@ def _norm_kernel(
     inverse = inverse_rms(numbers, eps, SIZE, BLOCKS)
     normed = ()
     for block in tl.static_range(BLOCKS):
-        normed += (numbers[block] * inverse * w[block].to(tl.float32),)
+        value = numbers[block] * inverse * w[block].to(tl.float32)
+        if exact is not None:
+            kept = value.to(exact.dtype.element_ty)
+            to = exact + row * out_stride + column + block * BLOCK
+            tl.store(to, kept, mask=inside_row(exists, column, block, SIZE, BLOCK))
+            value = kept.to(tl.float32)  # float8 of what other readers have
+        normed += (value,)
     if scales is not None and GROUP == 0:
         largest = tl.abs(normed[0])
         for block in tl.static_range(1, BLOCKS):
@@ -132,16 +139,16 @@ def _launch_norm(
     """static: the scale of ``out``; None: each token or group gets one, which is written."""
     n, size = x.shape
     block, blocks = blocks_of(size)
-    rows, own = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None)
-    group, group_stride = 0, 0
+    rows, own = max(1, ROW_NUMBERS // (block * blocks)), (None, out, None, None)
+    group, group_stride, written = 0, 0, out
     if rounds := isinstance(out, Rounded):
         scales = out.scale if static is None else None
-        rows, own = 1, (static, out.values, scales)
-        group, group_stride = out.group, out.scale.stride(1)
+        rows, own = 1, (static, out.values, scales, out.exact)
+        group, group_stride, written = out.group, out.scale.stride(1), out.exact
     _norm_kernel[(cdiv(n, rows),)](
         *(x, added, weight, *own, None if rounds else n),
         *(x.stride(0), 0 if added is None else added.stride(0)),
-        *(None if rounds else out.stride(0), group_stride, eps),
+        *(None if written is None else written.stride(0), group_stride, eps),
         ROUNDED=rounds,
         GROUP=group,
         SIZE=size,
@@ -162,7 +169,7 @@ def add_rms_norm_(
     stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
 ) -> Operand:
     """``stream`` becomes ``stream + added``; the norm of that sum is returned, in ``added`` unless
-    it is float8. Both [n, size], last dimension contiguous."""
+    it is float8 alone. Both [n, size], last dimension contiguous."""
     return _norm(stream, added, weight, eps, rounding)
 
 
@@ -170,12 +177,13 @@ def _norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounding: Rounding | None
 ) -> Operand:
     """If groups do not divide the norm's blocks, another launch rounds."""
-    if rounding is not None and (
-        not rounding.group or blocks_of(x.shape[1])[0] % rounding.group == 0
-    ):
-        out = empty_rounded(*x.shape, rounding, x.device)
-        _launch_norm(x, added, weight, out, eps, rounding.scale)
-        return out
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added is None else added
-    _launch_norm(x, added, weight, out, eps)
-    return out if rounding is None else rounded(out, rounding)
+    if rounding is None or (rounding.group and blocks_of(x.shape[1])[0] % rounding.group):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added is None else added
+        _launch_norm(x, added, weight, out, eps)
+        return out if rounding is None else rounded(out, rounding)
+    made = empty_rounded(*x.shape, rounding, x.device)
+    if rounding.kept:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added is None else added
+        made = made._replace(exact=out)
+    _launch_norm(x, added, weight, made, eps, rounding.scale)
+    return made
