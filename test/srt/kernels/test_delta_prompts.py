@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
 from tensor_checks import Draw, relative_error
 from test_triton_delta import QWEN_27B, QWEN_35B, Case, Random
@@ -21,12 +22,11 @@ from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, Stretches, TorchScan
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.delta_rule import naive
-from mamba_eagle.kernels.delta_rule.triton_heads import chunk_inputs
+from mamba_eagle.kernels.delta_rule.triton_gates import chunk_gates, delta_gates
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.layers.delta_rule import DeltaRule
-from mamba_eagle.layers.recurrent import Inputs
 from mamba_eagle.message import FirstChunk, PrefillItem, StateSave
 from mamba_eagle.model_config import DeltaConfig
 
@@ -172,10 +172,14 @@ def test_scans_of_fla_are_the_recurrence(name: str) -> None:
     config = DeltaConfig(sizes.heads, sizes.head_dim, sizes.state_size, sizes.groups, 4)
     gates, convolved = random.tokens(sum(map(sum, lengths)))
     state = random.draw.normal(len(lengths), *config.state_shape)
-    inputs = Inputs(convolved.to(DEVICE), gates.to(DEVICE))
+    keys, size = config.key_size, (config.num_groups, config.state_size)
+    q, k, v = convolved.split([keys, keys, config.inner_size], dim=1)
+    q, k = (F.normalize(part.unflatten(1, size).float(), dim=2) for part in (q, k))
+    heads = q, k, v.unflatten(1, (config.num_heads, -1))
+    heads = [part.to(DEVICE, convolved.dtype).contiguous() for part in heads]
     stretches = Stretches.of(lengths, triton_backend().place)
     with torch.inference_mode():
-        y, ends = FlaScan().scan(Rule(config), inputs, stretches, state.to(DEVICE))
+        y, ends = FlaScan().scan(Rule(config), heads, gates.to(DEVICE), stretches, state.to(DEVICE))
     limit = BFLOAT16_ERROR if case.dtype == torch.bfloat16 else 1e-3  # of tf32
     first, found = 0, iter(ends)
     for own, begun in zip(lengths, state, strict=True):
@@ -190,24 +194,20 @@ def test_scans_of_fla_are_the_recurrence(name: str) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("head_dim", [16, 40], ids=["whole", "not-a-multiple"])
-def test_what_chunks_are_made_of(head_dim: int) -> None:
-    """Rows of a wider product; values whose last part is not whole."""
-    H, G, N, lengths = 3, 3, 32, [[70, 65], [3]]
-    stretches, draw = Stretches.of(lengths, triton_backend().place), Draw(0)
-    n, keys, values = sum(map(sum, lengths)), G * N, H * head_dim
-    wide, gates = draw.normal(n, 2 * keys + values + 8).float(), draw.normal(n, 2 * H).float()
-    given = (wide.to(DEVICE)[:, 8:], gates.to(DEVICE), stretches.starts, CHUNK, (G, N), 1e-6)
-    q, k, v, g, beta = (part.cpu() for part in chunk_inputs(*given))
-    for found, flat in zip((q, k), wide[:, 8:].double().split(keys, dim=1)):
-        each = flat.unflatten(1, (G, N))
-        wanted = each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(v, wide[:, 8 + 2 * keys :].unflatten(1, (H, head_dim)))
-    assert torch.equal(beta, gates[:, H:])
-    for begin, end in pairwise(stretches.starts.tolist()):
-        wanted = gates[begin:end, :H].double().cumsum(0) / math.log(2)
-        torch.testing.assert_close(g[begin:end].double(), wanted, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("made", [False, True], ids=["raw", "made"])
+def test_gates_of_chunks(made: bool) -> None:
+    """Rows of a wider product."""
+    H, lengths, draw = 3, [[70, 65], [3]], Draw(0)
+    starts = Stretches.of(lengths, triton_backend().place).starts
+    raw, rate, bias = draw.normal(138, 2 * H + 2)[:, 2:], -draw.normal(H).abs(), draw.normal(H)
+    raw, rate, bias = (part.to(DEVICE).float() for part in (raw, rate, bias))
+    wanted = raw if made else delta_gates(raw, rate, bias, 2.0)
+    found = chunk_gates(raw, None if made else (rate, bias), 2.0, starts, CHUNK)
+    g, beta = (part.cpu() for part in found)
+    assert torch.equal(beta, wanted[:, H:].cpu())
+    for begin, end in pairwise(starts.tolist()):
+        sums = wanted[begin:end, :H].double().cpu().cumsum(0) / math.log(2)
+        torch.testing.assert_close(g[begin:end].double(), sums, rtol=1e-5, atol=1e-5)
 
 
 @runs_kernels

@@ -15,7 +15,13 @@ from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device
 from mamba_eagle.backend.place import Cuda
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
-from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv, prompt_steps
+from mamba_eagle.kernels.causal_conv.triton_prefill import (
+    Keys,
+    conv_heads,
+    conv_prompts,
+    prefill_conv,
+    prompt_steps,
+)
 from mamba_eagle.kernels.prefill_plan import Prompt, Room, prefill_plan
 from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
@@ -206,6 +212,25 @@ def test_the_convolution_equals_a_loop(case: ConvCase) -> None:
 @pytest.mark.parametrize("case", CONV_GPU_CASES)
 def test_the_convolution_equals_a_loop_at_real_sizes(case: ConvCase) -> None:
     check_conv(case)
+
+
+@runs_kernels
+@pytest.mark.parametrize("values", [96, 40], ids=["whole", "not-a-multiple"])
+def test_heads_of_delta_rules_are_the_convolution_divided_by_norms(values: int) -> None:
+    draw, keys = Draw(0), Keys(2, 32, 1e-6)
+    conv_dim, n = 2 * 64 + values, sum(prompt.length for prompt in PROMPTS)
+    channels = draw.normal(n, 8 + conv_dim).to(DEVICE)[:, 8:]
+    taps = draw.normal(4, conv_dim).to(DEVICE), None
+    history = draw.normal(SLOTS, 3, conv_dim).to(DEVICE)
+    plan, saved = prefill_plan(PROMPTS, ON_DEVICE), history.clone()
+    q, k, v = conv_heads(channels, *taps, history, plan, keys)
+    flat = conv_prompts(channels, *taps, saved, plan)
+    for found, part in zip((q, k), flat[:, :128].split(64, dim=1)):
+        each = part.unflatten(1, (2, 32)).double()
+        wanted = each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(v, flat[:, 128:]) and torch.equal(history, saved)
+    assert all(part.is_contiguous() for part in (q, k, v))
 
 
 @runs_kernels

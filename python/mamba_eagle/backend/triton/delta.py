@@ -11,7 +11,7 @@ from mamba_eagle.kernels.causal_conv.triton import conv_nodes
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
-from mamba_eagle.kernels.delta_rule.triton_gates import delta_gates
+from mamba_eagle.kernels.delta_rule.triton_gates import chunk_gates, delta_gates
 from mamba_eagle.kernels.tree_verify.layout import Folds, TreeLayout
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule, GatedDeltaNet
 from mamba_eagle.layers.layer import per_layer
@@ -24,6 +24,15 @@ def gates_of(layer: DeltaRule, raw: Tensor) -> Tensor:
     if not isinstance(layer, GatedDeltaNet):
         return layer.gates(raw)
     return delta_gates(raw, *_rates(layer), layer.config.max_beta)
+
+
+def chunk_gates_of(
+    layer: DeltaRule, raw: Tensor, starts: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The same for a scan by chunks, which begin at ``starts``."""
+    if not isinstance(layer, GatedDeltaNet):
+        return chunk_gates(layer.gates(raw), None, 0.0, starts, chunk)
+    return chunk_gates(raw, _rates(layer), layer.config.max_beta, starts, chunk)
 
 
 @per_layer

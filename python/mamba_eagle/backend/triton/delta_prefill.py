@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from mamba_eagle.backend.triton.delta import gates_of
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK
-from mamba_eagle.kernels.prefill_plan import Prompt, in_one_copy
+from mamba_eagle.kernels.prefill_plan import PrefillPlan, Prompt, in_one_copy
 from mamba_eagle.kernels.ssd.torch import even_chunk
 from mamba_eagle.layers.delta_rule import DeltaRule
 from mamba_eagle.layers.recurrent import Inputs, Recurrent, Scanned
@@ -90,21 +90,28 @@ class Moves(NamedTuple):
 
 
 class DeltaScan(ABC):
+    def convolved(
+        self, layer: DeltaRule, channels: Tensor, history: Tensor, plan: PrefillPlan
+    ) -> Any:
+        """What ``scan`` reads of channels [n, conv_dim]. history: the layer's part of the pool."""
+        return conv_prompts(channels, *layer.taps(), history, plan)
+
     @abstractmethod
     def scan(
-        self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
+        self, layer: DeltaRule, convolved: Any, raw: Tensor, stretches: Stretches, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """inputs: [n, ·]; state: [b, *state_shape] float32, where the requests begin, which is not
-        changed -> y [n, inner_size], and the states at the ends of all stretches, float32."""
+        """raw: [n, ·], of gates; state: [b, *state_shape] float32, where the requests begin, which
+        is not changed -> y [n, inner_size], and the states at the ends of all stretches,
+        float32."""
 
 
 class TorchScan(DeltaScan):
     """One sequence after the other, as on any device."""
 
     def scan(
-        self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
+        self, layer: DeltaRule, convolved: Any, raw: Tensor, stretches: Stretches, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        found: list[Scanned] = []
+        found, inputs = list[Scanned](), Inputs(convolved, gates_of(layer, raw))
         for i, (first, last) in enumerate(pairwise(stretches.requests)):
             begun = state[i : i + 1]
             for begin, end in pairwise(stretches.bounds[first : last + 1]):
@@ -183,9 +190,7 @@ class DeltaPrefillContext(PlannedPrefill):
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         assert isinstance(layer, DeltaRule)
         pool, i = self.pool, layer.index
-        inputs = Inputs(
-            conv_prompts(channels, *layer.taps(), pool.conv[i], self.plan), gates_of(layer, raw)
-        )
+        convolved = self.scan.convolved(layer, channels, pool.conv[i], self.plan)
         moves, slots = self.moves, pool.ssm[i]
         if len(moves.empty) == len(moves.sources):
             states = torch.zeros(len(moves.empty), *slots.shape[1:], device=slots.device)
@@ -193,7 +198,7 @@ class DeltaPrefillContext(PlannedPrefill):
             states = slots[moves.sources].float().index_fill_(0, moves.empty, 0.0)
         if moves.at_start is not None:
             self._write(i, states, moves.at_start)
-        y, ends = self.scan.scan(layer, inputs, moves.stretches, states)
+        y, ends = self.scan.scan(layer, convolved, raw, moves.stretches, states)
         self._write(i, ends, moves.at_end)
         return y
 

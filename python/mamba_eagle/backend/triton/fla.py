@@ -7,6 +7,7 @@ a long prompt's time.
 """
 
 import sys
+from typing import Any
 
 import triton
 from fla.ops.common.chunk_o import chunk_fwd_o
@@ -14,11 +15,12 @@ from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
+from mamba_eagle.backend.triton.delta import chunk_gates_of
 from mamba_eagle.backend.triton.delta_prefill import DeltaScan, Stretches
-from mamba_eagle.kernels.delta_rule.triton_heads import chunk_inputs
+from mamba_eagle.kernels.causal_conv.triton_prefill import Keys, conv_heads
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
+from mamba_eagle.kernels.prefill_plan import PrefillPlan
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
-from mamba_eagle.layers.recurrent import Inputs
 
 
 def settle() -> None:
@@ -51,16 +53,22 @@ class FlaScan(DeltaScan):
     def __init__(self) -> None:
         settle()
 
+    def convolved(
+        self, layer: DeltaRule, channels: Tensor, history: Tensor, plan: PrefillPlan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys = Keys(layer.config.num_groups, layer.config.state_size, L2_EPS)
+        q, k, v = conv_heads(channels, *layer.taps(), history, plan, keys)
+        return q, k, v.unflatten(1, (layer.config.num_heads, -1))
+
     def scan(
-        self, layer: DeltaRule, inputs: Inputs, stretches: Stretches, state: Tensor
+        self, layer: DeltaRule, convolved: Any, raw: Tensor, stretches: Stretches, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        keys = layer.config.num_groups, layer.config.state_size
-        made = chunk_inputs(*inputs, stretches.starts, CHUNK, keys, L2_EPS)
+        made = *convolved, *chunk_gates_of(layer, raw, stretches.starts, CHUNK)
         q, k, v, g, beta = (each[None] for each in made)
         given = {"cu_seqlens": stretches.on_device, "chunk_indices": stretches.places}
         w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g=g, beta=beta, chunk_size=CHUNK, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
-        walk = states(made.k, w[0], u[0], made.g, state, where, stretches.requests[-1])
+        walk = states(k[0], w[0], u[0], g[0], state, where, stretches.requests[-1])
         first, value, ends = walk
         y = chunk_fwd_o(q, k, value[None], first[None], g, state_v_first=True, **given)
         return y[0].flatten(1), ends

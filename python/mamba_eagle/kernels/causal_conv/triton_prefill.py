@@ -2,7 +2,8 @@
 
 One pass over in_proj's output, starting from the saved histories. x, B and C come out as views of
 one tensor, dt with the tokens of a head next to each other, as ssd/triton.py reads them. Where a
-state is saved, its history is written as well. A delta rule takes the convolution alone.
+state is saved, its history is written as well. A delta rule takes the convolution alone, or as its
+heads.
 """
 
 from typing import NamedTuple
@@ -93,7 +94,7 @@ def _prefill_conv_kernel(
     conv_bias,  # [conv_dim]
     dt_bias,  # [H]
     history,  # [slots, K-1, conv_dim]
-    out,  # [n_stride, conv_dim]
+    out,  # [n_stride, conv_dim]; if KEYS queries and keys [n_stride, KEYS] each, then values
     dt,  # [H, n], rows n_stride apart
     requests,  # [b, 3]
     segments,  # [S, 3]
@@ -104,8 +105,10 @@ def _prefill_conv_kernel(
     history_stride,
     lowest,
     highest,
+    eps,  # added to squared norms
     H: tl.constexpr,
     CONV_DIM: tl.constexpr,
+    KEYS: tl.constexpr,  # channels of queries, in heads of BLOCK; 0: there are no heads
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,8 +146,16 @@ def _prefill_conv_kernel(
             tap = conv_weight + (K - 1 - back) * CONV_DIM
             weight = tl.load(tap + channel, mask=in_block, other=0.0)
             total = fused_sum(value, weight[None, :], total)
-        target = out + token.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
-        tl.store(target, silu(total), mask=inside)
+        made, width, at_part = silu(total), CONV_DIM, tl.zeros([], tl.int64)
+        if KEYS > 0:
+            made = made.to(out.dtype.element_ty).to(tl.float32)  # as if written in between
+            if block * BLOCK < 2 * KEYS:
+                made *= tl.rsqrt(tl.sum(made * made, 1) + eps)[:, None]
+            part = tl.minimum(block * BLOCK // KEYS, 2)
+            width = tl.where(part < 2, KEYS, CONV_DIM - 2 * KEYS)
+            at_part = part.to(tl.int64) * n_stride * KEYS - part * KEYS
+        target = out + at_part + token.to(tl.int64)[:, None] * width + channel[None, :]
+        tl.store(target, made, mask=inside)
         if at == first:  # the only program that reads the history of these channels
             given = (xbc, history, segments, xbc_stride, history_stride)
             prompt = (segment, last_segment, source, first, known)
@@ -202,6 +213,14 @@ def prefill_conv(
     )
 
 
+class Keys(NamedTuple):
+    """Of a delta rule: heads of queries, and as many of keys, which are divided by their norms."""
+
+    groups: int
+    size: int  # a power of two
+    eps: float  # added to squared norms
+
+
 def conv_prompts(
     channels: Tensor,
     weight: Tensor,
@@ -211,6 +230,7 @@ def conv_prompts(
     steps: StepSizes | None = None,
     block: int = 256,
     warps: int = 4,
+    keys: Keys | None = None,
 ) -> Tensor:
     """naive.py's conv_prompts, which ends in SiLU. Nothing waits for the device.
 
@@ -218,23 +238,28 @@ def conv_prompts(
         channels: [n, conv_dim], last dimension contiguous. weight: [K, conv_dim]; bias [conv_dim].
         history: [slots, K-1, conv_dim], a layer's, contiguous, dtype of channels.
         steps: made in the same launch.
-    Returns: [n, conv_dim], contiguous.
+        keys: as ``conv_heads``; block is their size.
+    Returns: [n, conv_dim], contiguous; with keys memory as ``conv_heads`` divides it.
     """
     K, conv_dim = weight.shape
     if plan.block < K - 1:
         raise ValueError(f"blocks of {plan.block} tokens: must hold {K - 1}, the taps before one")
-    out = torch.empty(plan.tokens, conv_dim, dtype=channels.dtype, device=channels.device)
+    room = cdiv(plan.tokens, 16) * 16
+    rows, key_channels, eps = plan.tokens, 0, 0.0
+    if keys is not None:
+        rows, key_channels, eps = room, keys.groups * keys.size, keys.eps
+    out = torch.empty(rows, conv_dim, dtype=channels.dtype, device=channels.device)
     head_block = 32
     raw, dt, dt_bias, (low, high) = steps or StepSizes(None, None, None, (0.0, 0.0))
     heads, dt_stride = (0, 0) if raw is None else (raw.shape[1], raw.stride(0))
     blocks = cdiv(conv_dim, block) + cdiv(heads, head_block)
     _prefill_conv_kernel[(blocks, len(plan.blocks))](
         *(channels, raw, weight, bias, dt_bias, history, out, dt, plan.requests, plan.segments),
-        plan.blocks,
-        *(cdiv(plan.tokens, 16) * 16, channels.stride(0), dt_stride, history.stride(0)),
-        *(float(low), float(high)),
+        *(plan.blocks, room, channels.stride(0), dt_stride, history.stride(0)),
+        *(float(low), float(high), eps),
         H=heads,
         CONV_DIM=conv_dim,
+        KEYS=key_channels,
         K=K,
         TOKENS=plan.block,
         BLOCK=block,
@@ -242,3 +267,22 @@ def conv_prompts(
         num_warps=warps,
     )
     return out
+
+
+def conv_heads(
+    channels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor,
+    plan: PrefillPlan,
+    keys: Keys,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``conv_prompts`` of a delta rule -> queries and keys [n, groups, size], values [n, ·], each
+    contiguous."""
+    given, (groups, size, _) = (channels, weight, bias, history, plan), keys
+    out = conv_prompts(*given, block=size, warps=warps, keys=keys)
+    (room, conv_dim), each = out.shape, groups * size
+    parts = out.view(-1).split([room * each, room * each, room * (conv_dim - 2 * each)])
+    q, k, v = (part.view(room, -1)[: plan.tokens] for part in parts)
+    return q.unflatten(1, (groups, size)), k.unflatten(1, (groups, size)), v

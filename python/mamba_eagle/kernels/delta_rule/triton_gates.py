@@ -1,4 +1,6 @@
-"""Decays and betas of gated DeltaNet in one launch."""
+"""Decays and betas of gated DeltaNet in one launch; for scans of prompts summed up by chunks."""
+
+import math
 
 import torch
 import triton
@@ -6,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
-from mamba_eagle.kernels.triton_math import previous_done, softplus
+from mamba_eagle.kernels.triton_math import previous_done, rounded_product, softplus
+
+BASE_2 = tl.constexpr(1.0 / math.log(2.0))
 
 
 @triton.jit
@@ -52,3 +56,60 @@ def delta_gates(raw: Tensor, rate: Tensor, bias: Tensor, max_beta: float) -> Ten
         **overlapping(raw.device),
     )
     return gates
+
+
+@triton.jit
+def _chunk_gates_kernel(
+    raw,  # [n, 2 * H], decays, betas
+    rate,  # [H]; None: raw has been through what makes gates
+    bias,  # [H], or None
+    starts,  # [chunks + 1] int32, the first token of each chunk
+    sums,  # [n, H] float32
+    betas,  # [n, H] float32
+    raw_stride,
+    max_beta,
+    H: tl.constexpr,
+    HP: tl.constexpr,  # heads, padded
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.arange(0, HP)[None, :]
+    begin, end = tl.load(starts + tl.program_id(0)), tl.load(starts + tl.program_id(0) + 1)
+    token = (begin + tl.arange(0, CHUNK))[:, None]
+    inside = (token < end) & (head < H)
+    previous_done(OVERLAP)
+    at = token.to(tl.int64) * H + head
+    own = raw + token.to(tl.int64) * raw_stride + head
+    decay = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.load(own + H, mask=inside, other=0.0).to(tl.float32)
+    if rate is not None:
+        slope = tl.load(rate + head, mask=head < H, other=0.0)
+        decay = softplus(decay + tl.load(bias + head, mask=head < H, other=0.0))
+        decay = tl.where(inside, rounded_product(slope, decay), 0.0)
+        beta = max_beta / (1.0 + tl.exp(-beta))
+    tl.store(sums + at, tl.cumsum(decay, 0) * BASE_2, mask=inside)
+    tl.store(betas + at, beta, mask=inside)
+
+
+def chunk_gates(
+    raw: Tensor, rates: tuple[Tensor, Tensor] | None, max_beta: float, starts: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """``delta_gates`` with decays summed up from each chunk's beginning, in base 2.
+
+    Args:
+        rates: rate and bias; None: raw is what ``delta_gates`` returns.
+        starts: [chunks + 1] int32, the first token of each chunk, of at most ``chunk``, a power of
+            two.
+    Returns: sums and betas, [n, H] float32 each.
+    """
+    n, heads = len(raw), raw.shape[1] // 2
+    sums, betas = torch.empty(2, n, heads, device=raw.device)
+    _chunk_gates_kernel[(len(starts) - 1,)](
+        *(raw, *(rates or (None, None)), starts, sums, betas, raw.stride(0), max_beta),
+        H=heads,
+        HP=next_power_of_2(heads),
+        CHUNK=chunk,
+        num_warps=4,
+        **overlapping(raw.device),
+    )
+    return sums, betas
