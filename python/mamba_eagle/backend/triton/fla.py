@@ -9,9 +9,11 @@ a long prompt's time.
 import sys
 from typing import Any
 
+import torch
 import triton
 from fla.ops.common.chunk_o import chunk_fwd_o
-from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_kkt_solve_kernel
+from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
@@ -52,6 +54,7 @@ class FlaScan(DeltaScan):
 
     def __init__(self) -> None:
         settle()
+        self._inverses: tuple[Stretches, Tensor] | None = None  # of the layer before
 
     def convolved(
         self, layer: DeltaRule, channels: Tensor, history: Tensor, plan: PrefillPlan
@@ -66,9 +69,27 @@ class FlaScan(DeltaScan):
         made = *convolved, *chunk_gates_of(layer, raw, stretches.starts, CHUNK)
         q, k, v, g, beta = (each[None] for each in made)
         given = {"cu_seqlens": stretches.on_device, "chunk_indices": stretches.places}
-        w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g=g, beta=beta, chunk_size=CHUNK, **given)
+        inverses = self._inverted(k, g, beta, stretches, given)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverses, g=g, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
         walk = states(k[0], w[0], u[0], g[0], state, where, stretches.requests[-1])
         first, value, ends = walk
         y = chunk_fwd_o(q, k, value[None], first[None], g, state_v_first=True, **given)
         return y[0].flatten(1), ends
+
+    def _inverted(
+        self, k: Tensor, g: Tensor, beta: Tensor, stretches: Stretches, given: dict[str, Tensor]
+    ) -> Tensor:
+        """(I + A)⁻¹ of all chunks, lower triangles. The kernel writes the same places in all layers
+        of a pass, so zeros are written once, and not in each layer as by the package."""
+        (_, n, groups, size), heads = k.shape, beta.shape[2]
+        shape, last = (1, n, heads, CHUNK), self._inverses
+        if last is None or last[0] is not stretches or last[1].shape != shape:
+            last = stretches, torch.zeros(shape, dtype=k.dtype, device=k.device)
+            self._inverses = last
+        sizes = {"T": n, "H": groups, "HV": heads, "K": size, "BT": CHUNK, "BC": CHUNK // 4}
+        grid = len(stretches.places), heads
+        chunk_gated_delta_rule_fwd_kkt_solve_kernel[grid](
+            k=k, g=g, beta=beta, A=last[1], **given, **sizes
+        )
+        return last[1]
