@@ -24,7 +24,8 @@ FEW_PAIRS = 512  # which leave many experts without any
 MAX_PAIRS = 4096  # that a program sorts for each expert
 CHUNK = 512  # pairs per program of more
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
-LOWEST = tl.constexpr(-3.0e38)  # below all scores, above those that were taken
+LOWEST = tl.constexpr(-3.0e38)  # below all scores
+TAKEN = tl.constexpr(-(2**31))  # below all ranks
 
 
 class Tile(NamedTuple):
@@ -142,12 +143,14 @@ def _route_kernel(
         score = 1.0 / (1.0 + tl.exp(-score))
         key = score + tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     key = tl.where(key > LOWEST, key, LOWEST)  # NaN, too
-    key = tl.where(inside, key, float("-inf"))
+    # whole numbers in the same order, of which a warp has instructions that find the largest
+    bits = (key + 0.0).to(tl.int32, bitcast=True)  # no negative zero
+    rank = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
     chosen = tl.zeros([SLOTS], tl.int32)
     for place in tl.range(0, TOP_K):
-        best = tl.argmax(key, 0, tie_break_left=True)
+        best = tl.min(tl.where(rank == tl.max(rank, 0), expert, BLOCK), 0)
         chosen = tl.where(slot == place, best, chosen)
-        key = tl.where(expert == best, float("-inf"), key)
+        rank = tl.where(expert == best, TAKEN, rank)
     found = tl.where(slot < TOP_K, tl.gather(score, chosen, 0), float("-inf"))
     if bias is not None:
         share = tl.where(slot < TOP_K, found, 0.0)
