@@ -28,7 +28,7 @@ from mamba_eagle.backend.triton.delta import gates_of
 from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK
-from mamba_eagle.kernels.prefill_plan import PrefillPlan, Prompt, in_one_copy
+from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, in_one_copy
 from mamba_eagle.kernels.ssd.torch import even_chunk
 from mamba_eagle.layers.delta_rule import DeltaRule
 from mamba_eagle.layers.recurrent import Inputs, Recurrent, Scanned
@@ -90,6 +90,8 @@ class Moves(NamedTuple):
 
 
 class DeltaScan(ABC):
+    block = CONV_TOKENS  # of the plan that ``convolved`` reads
+
     def convolved(
         self, layer: DeltaRule, channels: Tensor, history: Tensor, plan: PrefillPlan
     ) -> Any:
@@ -145,7 +147,7 @@ class DeltaPrefillContext(PlannedPrefill):
         scan: DeltaScan,
     ) -> None:
         super().__init__(parts, pool, paged, place)
-        self.scan = scan
+        self.scan, self.block = scan, scan.block
 
     @cached_property
     def moves(self) -> Moves:

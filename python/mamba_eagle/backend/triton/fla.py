@@ -21,7 +21,7 @@ from mamba_eagle.backend.triton.delta import chunk_gates_of
 from mamba_eagle.backend.triton.delta_prefill import DeltaScan, Stretches
 from mamba_eagle.kernels.causal_conv.triton_prefill import Keys, conv_heads
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
-from mamba_eagle.kernels.prefill_plan import PrefillPlan
+from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
 
 
@@ -51,6 +51,8 @@ def _distance(config: triton.Config, warps: int) -> tuple[int, ...]:
 class FlaScan(DeltaScan):
     """All sequences at once, of rules with one decay per head. Decays and states are float32; keys,
     what the chunks write and the states between chunks have the model's dtype."""
+
+    block = 2 * CONV_TOKENS  # of one head a program; others have twice the channels
 
     def __init__(self) -> None:
         settle()

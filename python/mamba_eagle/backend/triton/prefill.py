@@ -18,9 +18,12 @@ from mamba_eagle.kernels.ssd.triton import scan
 class PlannedPrefill(PrefillContext):
     """What kernels read of all layers is made once."""
 
+    block = CONV_TOKENS
+
     @cached_property
     def plan(self) -> PrefillPlan:
-        return prefill_plan([prompt_of(part) for part in self.parts], self.place.to_device)
+        prompts = [prompt_of(part) for part in self.parts]
+        return prefill_plan(prompts, self.place.to_device, self.block)
 
     def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
         return None if self.pool.rounding.keyed else FixedPlan(self, tokens, requests)
