@@ -68,8 +68,8 @@ class Prompts:
     def __init__(self, items: list[PrefillItem], ssm_dtype: torch.dtype) -> None:
         draw, config = Draw(0), delta_config(16, 16)
         self.layer: Any = random_mixer(config, 0, seed=1).to(DEVICE)
-        backend, table = triton_backend(), RequestTable(len(items), 128, DEVICE)
-        table.seed += torch.arange(len(items), device=DEVICE)
+        backend, table = triton_backend(), RequestTable(len(ITEMS), 128, DEVICE)
+        table.seed += torch.arange(len(ITEMS), device=DEVICE)
         mode = "nearest" if ssm_dtype == torch.float32 else "stochastic"
         rounding = backend.state_rounding(mode, ssm_dtype, table)
         pool = StatePool(1, STATE_SLOTS, config, HIDDEN, rounding, torch.float32, DEVICE)
@@ -95,11 +95,11 @@ def start_of(item: PrefillItem, pool: StatePool) -> Sequence:
 
 @runs_kernels
 @pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("requests", [1, len(ITEMS)])
+@pytest.mark.parametrize("chosen", [[0], [1, 4], range(len(ITEMS))], ids=["one", "new", "all"])
 def test_prompts_and_states_saved_inside_them_are_the_recurrence(
-    requests: int, ssm_dtype: torch.dtype
+    chosen: list[int], ssm_dtype: torch.dtype
 ) -> None:
-    prompts = Prompts(prompt_items()[:requests], ssm_dtype)
+    prompts = Prompts([prompt_items()[i] for i in chosen], ssm_dtype)
     starts = [start_of(item, prompts.pool) for item in prompts.items]
     before = prompts.pool.ssm.clone()
     found = prompts.run()

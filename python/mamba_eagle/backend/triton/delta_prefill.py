@@ -85,6 +85,7 @@ class Moves(NamedTuple):
     stretches: Stretches
     sources: Tensor  # [b] int64, the slots of the states that requests begin from
     empty: Tensor  # [·] int64, the requests that begin with zeros
+    zeros: Tensor | None  # these states, if they are all
     at_start: Saves | None
     at_end: Saves
 
@@ -169,11 +170,14 @@ class DeltaPrefillContext(PlannedPrefill):
         for saves in (at_start, at_end):
             lists += [[row for row, *_ in saves], [slot for *_, slot in saves]]
         sent = in_one_copy(lists, self.place.to_device, torch.int64)
-        lengths = [[each.length for each in own] for own in cut]
+        lengths, zeros = [[each.length for each in own] for own in cut], None
+        if len(empty) == len(prompts):
+            zeros = torch.zeros(len(prompts), *self.pool.ssm.shape[2:], device=self.place.device)
         return Moves(
             Stretches.of(lengths, self.place),
             sent[0],
             sent[1],
+            zeros,
             self._saves(at_start, len(prompts), *sent[2:4]) if at_start else None,
             self._saves(at_end, len(flat), *sent[4:]),
         )
@@ -193,11 +197,10 @@ class DeltaPrefillContext(PlannedPrefill):
         assert isinstance(layer, DeltaRule)
         pool, i = self.pool, layer.index
         convolved = self.scan.convolved(layer, channels, pool.conv[i], self.plan)
-        moves, slots = self.moves, pool.ssm[i]
-        if len(moves.empty) == len(moves.sources):
-            states = torch.zeros(len(moves.empty), *slots.shape[1:], device=slots.device)
-        else:
-            states = slots[moves.sources].float().index_fill_(0, moves.empty, 0.0)
+        moves = self.moves
+        states = moves.zeros
+        if states is None:
+            states = pool.ssm[i][moves.sources].float().index_fill_(0, moves.empty, 0.0)
         if moves.at_start is not None:
             self._write(i, states, moves.at_start)
         y, ends = self.scan.scan(layer, convolved, raw, moves.stretches, states)
