@@ -125,7 +125,8 @@ class Float8Product(MatrixProduct):
             whole = float8.with_room(given)
             forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
             scales = (whole.scale, forms[0], self.block_scale, forms[1])
-            y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)[:n]
+            y = F.scaled_mm(whole.values, self.weight.t(), *scales, output_dtype=self.dtype)
+            y = y if len(y) == n else y[:n]
             return y if bias is None else y + bias
         if self.block is not None:
             operands = given, self.weight, self.scale, bias, self.dtype, self.block

@@ -95,19 +95,26 @@ def empty_rounded(n: int, size: int, rounding: Rounding, device: torch.device) -
     """Room for n tokens; a static scale is already there. Scales of a group are neighbours, with
     room for a multiple of four tokens, as cuBLASLt wants it: see ``with_room``."""
     room = n + -n % 4 if rounding.group else n
-    values = torch.empty(room, size, dtype=E4M3, device=device)[:n]
+    values = _first(torch.empty(room, size, dtype=E4M3, device=device), n)
     if rounding.scale is not None:
         return Rounded(values, rounding.scale)
     groups = cdiv(size, rounding.group) if rounding.group else 1
     scale = torch.empty(groups, room, dtype=torch.float32, device=device)
     if not rounding.group:
         return Rounded(values, scale.view(n, 1))
-    return Rounded(values, scale.t()[:n], rounding.group)
+    return Rounded(values, _first(scale.t(), n), rounding.group)
+
+
+def _first(x: Tensor, n: int) -> Tensor:
+    """x[:n], which takes the host 2 µs even if that is all."""
+    return x if len(x) == n else x[:n]
 
 
 def with_room(x: Rounded) -> Rounded:
     """In groups: with the tokens there was room for, whose numbers are arbitrary."""
-    (_, groups), (_, room) = x.scale.shape, x.scale.stride()
+    (n, groups), (_, room) = x.scale.shape, x.scale.stride()
+    if room == n:
+        return x
     scale = x.scale.as_strided((room, groups), (1, room))
     size = x.values.shape[1]
     return Rounded(x.values.as_strided((room, size), (size, 1)), scale, x.group)
