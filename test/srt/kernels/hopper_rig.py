@@ -56,6 +56,11 @@ def _expect(at: Shared, size: int, pred: Any = True) -> None:
         _barrier(at).change(1, size)
 
 
+def _wait_for(at: Shared, parity: Any, pred: Any = True) -> None:
+    if pred:
+        _barrier(at).wait(int(value_of(parity)))
+
+
 class TensorDescriptor:
     """A matrix in memory, read in tiles: zeros outside."""
 
@@ -157,7 +162,7 @@ _module(
         init=_init,
         expect=_expect,
         arrive=lambda at: _barrier(at).change(1, 0),
-        wait=lambda at, parity: _barrier(at).wait(int(value_of(parity))),
+        wait=_wait_for,
     ),
     tma=SimpleNamespace(async_load=_copy),
     warpgroup_mma=_product,

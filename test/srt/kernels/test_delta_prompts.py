@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import hopper_rig  # noqa: F401 - for the interpreted module
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
+from forms import DEVICE, GPU, INTERPRETED, in_the_interpreter, runs_kernels
+from gluon_rig import interpreted
 from tensor_checks import Draw, relative_error
 from test_triton_delta import QWEN_27B, QWEN_35B, Case, Random
 from torch import Tensor
@@ -21,7 +23,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.backend.triton.delta_prefill import DeltaPrefillContext, Stretches, TorchScan
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.delta_rule import naive
+from mamba_eagle.kernels.delta_rule import gluon_prompts, naive
 from mamba_eagle.kernels.delta_rule.triton_gates import chunk_gates, delta_gates
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
@@ -210,30 +212,103 @@ def test_gates_of_chunks(made: bool) -> None:
         torch.testing.assert_close(g[begin:end].double(), sums, rtol=1e-5, atol=1e-5)
 
 
+class Walk(NamedTuple):
+    """Inputs of a walk along some requests' stretches."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    u: Tensor
+    g: Tensor
+    state: Tensor
+    stretches: Stretches
+
+    @classmethod
+    def of(cls, sizes: Sizes, lengths: list[list[int]], dtype: torch.dtype) -> Walk:
+        (H, P, G, N), draw, n = sizes, Draw(0), sum(map(sum, lengths))
+        q, k = draw.normal(n, G, N), draw.normal(n, G, N)
+        w, u = draw.normal(n, H, N) / N, draw.normal(n, H, P)
+        g = -draw.normal(n, H).abs().cumsum(0).float() / 9
+        state = draw.normal(len(lengths), H, P, N).float()
+        stretches = Stretches.of(lengths, triton_backend().place)
+        return cls(*(part.to(dtype) for part in (q, k, w, u)), g, state, stretches)
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.stretches.starts, self.stretches.ends, self.stretches.chunks
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(part.to(device) for part in self[:6])
+
+    def wanted(self) -> tuple[Tensor, ...]:
+        """The states that chunks begin with, values, those at the stretches' ends, and what is
+        read; in float64."""
+        q, k, w, u, g, state = (part.double() for part in self[:6])
+        q, k = (part.repeat_interleave(u.shape[1] // k.shape[1], 1) for part in (q, k))
+        starts, ends, chunks = (part.tolist() for part in self.where)
+        firsts, values, saved, y = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+        for chunk, own in enumerate(map(slice, starts, starts[1:])):
+            if chunk in chunks:
+                s = state[chunks.index(chunk)]
+            since, last = torch.exp2(g[own]), g[own][-1]
+            v = u[own] - torch.einsum("hpn,thn->thp", s, w[own])
+            decay = torch.exp2(g[own, None] - g[None, own])
+            pairs = torch.einsum("thn,ihn,tih->hti", q[own], k[own], decay).tril()
+            read = torch.einsum("hpn,thn,th->thp", s, q[own], since)
+            y.append((read + torch.einsum("hti,ihp->thp", pairs, v)) * q.shape[2] ** -0.5)
+            firsts.append(s)
+            values.append(v)
+            added = torch.einsum("thp,thn,th->hpn", v, k[own], torch.exp2(last - g[own]))
+            s = s * torch.exp2(last)[:, None, None] + added
+            if ends[chunk] >= 0:
+                saved.append(s)
+        return torch.stack(firsts), torch.cat(values), torch.stack(saved), torch.cat(y)
+
+
 @runs_kernels
 def test_states_from_chunk_to_chunk() -> None:
     """Against the definition, with chunks that are not whole. A GPU's products of float32 round
     their factors to ten bits, and a state passes several of them."""
-    H, G, P, N, lengths = 4, 2, 16, 32, [[70, 65], [3]]
-    stretches, draw = Stretches.of(lengths, triton_backend().place), Draw(0)
-    n = sum(map(sum, lengths))
-    k, w, u = draw.normal(n, G, N), draw.normal(n, H, N) / N, draw.normal(n, H, P)
-    g = -draw.normal(n, H).abs().cumsum(0) / 9
-    state = draw.normal(2, H, P, N)
-    where = stretches.starts, stretches.ends, stretches.chunks
-    given = (part.to(DEVICE).float() for part in (k, w, u, g, state))
-    firsts, values, ends = (part.cpu() for part in states(*given, where, 3))
-    starts, key = stretches.starts.tolist(), k.repeat_interleave(H // G, 1).double()
-    assert starts == [0, 64, 70, 134, 135, 138] and stretches.chunks.tolist() == [0, 4, 5]
-    s, saved = state[0].double(), []
-    for chunk, (begin, end) in enumerate(pairwise(starts)):
-        s = state[1].double() if chunk == 4 else s
-        assert relative_error(firsts[chunk], s) < 2e-3
-        own, last = slice(begin, end), g[end - 1].double()
-        v = u[own].double() - torch.einsum("hpn,thn->thp", s, w[own].double())
-        assert relative_error(values[own], v) < 2e-3
-        v = v * torch.exp2(last - g[own].double())[..., None]
-        s = s * torch.exp2(last)[:, None, None] + torch.einsum("thp,thn->hpn", v, key[own])
-        if chunk in (1, 3, 4):
-            saved.append(s)
-    assert relative_error(ends, torch.stack(saved)) < 2e-3
+    walk = Walk.of(Sizes(4, 16, 2, 32), [[70, 65], [3]], torch.float32)
+    assert walk.stretches.starts.tolist() == [0, 64, 70, 134, 135, 138]
+    assert walk.stretches.chunks.tolist() == [0, 4, 5]
+    found = states(*walk.inputs(DEVICE)[1:], walk.where, 3)
+    for own, wanted in zip(found, walk.wanted()):
+        for each, definition in zip(own.cpu(), wanted, strict=True):
+            assert relative_error(each, definition) < 2e-3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the rig runs in another process")
+def test_a_walk_on_hopper_in_the_rig() -> None:
+    """A chunk that ends inside of a tile, three that do not, and several rows' programs."""
+    (kernels,) = interpreted("delta_rule.gluon_prompts")
+    check_walk(kernels, Sizes(2, 128, 1, 64), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_walk_on_hopper(size: int, dtype: torch.dtype) -> None:
+    sizes = Sizes(8, 128, 4, size)
+    if not gluon_prompts.supports(torch.empty(1, *sizes[:2], dtype=dtype, device=DEVICE), size):
+        pytest.skip("needs a Hopper GPU")
+    check_walk(gluon_prompts, sizes, dtype, DEVICE)
+
+
+def check_walk(kernels: Any, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    """Also with what tiles hold of a request that has become NaN."""
+    walk = Walk.of(sizes, [[70, 65], [3], [300]], dtype)
+    where = tuple(part.to(device) for part in walk.where)
+    _, _, ends, y = walk.wanted()
+    found = kernels.walk(*walk.inputs(device), where, 4)
+    for own, wanted in zip(found, (y, ends)):
+        for each, definition in zip(own.cpu(), wanted, strict=True):
+            assert relative_error(each, definition) < 2 * BFLOAT16_ERROR
+    for part in walk[:4]:
+        part[135:138] = torch.nan
+    after = kernels.walk(*walk.inputs(device), where, 4)
+    for pair, own in zip(zip(found, after), (slice(135, 138), slice(2, 3))):
+        once, again = (part.cpu() for part in pair)
+        assert again[own].isnan().any()
+        once[own] = again[own] = 0
+        assert torch.equal(once, again)

@@ -1,9 +1,9 @@
 """Scans of prompts by fla-core, an optional package of Triton kernels in the chunked WY form.
 
-What a chunk's tokens do to each other and what they read from its first state is its. Ours are what
-these are made of, in one launch and not eight, and the walk from state to state: the package's has
-no float32 states inside of a sequence, and a launch for each of 32 saved states made two thirds of
-a long prompt's time.
+What a chunk's tokens do to each other is its, and what they read where our walk does not say it.
+Ours are what chunks are made of, in one launch and not eight, and the walk from state to state: the
+package's has no float32 states inside of a sequence, and a launch for each of 32 saved states made
+two thirds of a long prompt's time.
 """
 
 import sys
@@ -20,6 +20,7 @@ from triton.runtime.autotuner import Autotuner
 from mamba_eagle.backend.triton.delta import chunk_gates_of
 from mamba_eagle.backend.triton.delta_prefill import DeltaScan, Stretches
 from mamba_eagle.kernels.causal_conv.triton_prefill import Keys, conv_heads
+from mamba_eagle.kernels.delta_rule import gluon_prompts as hopper
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK, states
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan
 from mamba_eagle.layers.delta_rule import L2_EPS, DeltaRule
@@ -74,8 +75,11 @@ class FlaScan(DeltaScan):
         inverses = self._inverted(k, g, beta, stretches, given)
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverses, g=g, **given)
         where = stretches.starts, stretches.ends, stretches.chunks
-        walk = states(k[0], w[0], u[0], g[0], state, where, stretches.requests[-1])
-        first, value, ends = walk
+        walk = k[0], w[0], u[0], g[0], state, where, stretches.requests[-1]
+        if hopper.supports(u[0], layer.config.state_size):
+            y, ends = hopper.walk(q[0], *walk)
+            return y.flatten(1), ends
+        first, value, ends = states(*walk)
         y = chunk_fwd_o(q, k, value[None], first[None], g, state_v_first=True, **given)
         return y[0].flatten(1), ends
 
