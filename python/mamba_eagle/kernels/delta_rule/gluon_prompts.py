@@ -75,59 +75,67 @@ def _produce(of_keys, of_values, keys, values, starts, count, key_columns, value
 
 
 @gluon.jit
-def _carry(y, starts, number, out, TOKEN: gl.constexpr):
-    """A chunk's outputs to where they belong."""
-    out_ring, out_ready = out
+def _carry(y, span, number, out, TOKEN: gl.constexpr):
+    """A chunk's outputs, which have come, to where they belong."""
+    out_ring, _ = out
     CHUNK: gl.constexpr = out_ring.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    begin, end = gl.load(starts + number), gl.load(starts + number + 1)
-    token = begin + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    token = span[0] + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     row = gl.arange(0, out_ring.shape[2], gl.SliceLayout(0, layout))
-    _wait(out_ready, number)
     o = out_ring.index(number % out_ring.shape[0]).load(layout)
     at = token.to(gl.int64)[:, None] * TOKEN + row[None, :]
-    gl.store(y + at, o, mask=(token < end)[:, None])
+    gl.store(y + at, o, mask=(token < span[1])[:, None])
 
 
 @gluon.jit
-def _decays(g, starts, number, count, place, H: gl.constexpr):
-    """Of a chunk's tokens and of the last one, and their number; if there is such a chunk."""
+def _span(starts, number, count):
+    """A chunk's first token and the one after its last, both 0 if there is no such chunk."""
     begin = gl.load(starts + number, mask=number < count, other=0)
-    end = gl.load(starts + number + 1, mask=number < count, other=0)
+    return begin, gl.load(starts + number + 1, mask=number < count, other=0)
+
+
+@gluon.jit
+def _decays(g, span, place, H: gl.constexpr):
+    """Of a chunk's tokens and of the last one."""
+    begin, end = span
     each = gl.load(g + (begin + place).to(gl.int64) * H, mask=begin + place < end, other=0.0)
-    last = gl.load(g + (end - 1).to(gl.int64) * H, mask=number < count, other=0.0)
-    return each, last, end - begin
+    return each, gl.load(g + (end - 1).to(gl.int64) * H, mask=begin < end, other=0.0)
 
 
 @gluon.jit
 def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN: gl.constexpr):
-    """What a chunk's tokens read of each other, and its decays. Outputs of the chunk before the
-    last one have come, so nothing is read any more of what this one overwrites."""
+    """What a chunk's tokens read of each other, and its decays. Once outputs of the chunk before
+    the last one have come, nothing is read any more of what this one overwrites. Where a chunk is
+    gets loaded two chunks ahead and its decays one, since what is loaded is waited for here."""
     q_ring, k_ring, keys_ready, _ = keys
     pairs, factors, ready = made
+    _, out_ready = out
     CHUNK: gl.constexpr = pairs.shape[1]
     SLOTS: gl.constexpr = pairs.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CHUNK, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     t = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     i = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    g_t, last, tokens = _decays(g, starts, 0, count, t, H)
-    g_i, _, _ = _decays(g, starts, 0, count, i, H)
+    own, following = _span(starts, 0, count), _span(starts, 1, count)
+    g_t, last = _decays(g, own, t, H)
+    g_i, _ = _decays(g, own, i, H)
+    before, previous = own, own
     for number in range(count):
+        tokens = own[1] - own[0]
         at, slot = number % keys_ready.shape[0], number % SLOTS
         _wait(keys_ready, number)
         q, k = q_ring.index(at), k_ring.index(at)
         zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
         read = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        next_t, next_last, next_tokens = _decays(g, starts, number + 1, count, t, H)
-        next_i, _, _ = _decays(g, starts, number + 1, count, i, H)
+        later = _span(starts, number + 2, count)
+        next_t, next_last = _decays(g, following, t, H)
+        next_i, _ = _decays(g, following, i, H)
         decay = gl.exp2(g_t[:, None] - g_i[None, :]) * scale
         of_value = gl.where(t < tokens, gl.exp2(last - g_t), 0.0)
         of_output = gl.where(t < tokens, gl.exp2(g_t) * scale, -1.0)
         of_state = gl.full([CHUNK], gl.exp2(last), gl.float32, gl.SliceLayout(1, layout))
         read = warpgroup_mma_wait(0, deps=[read])
-        if number >= SLOTS:
-            _carry(y, starts, number - SLOTS, out, TOKEN)
+        _wait(out_ready, gl.maximum(number - SLOTS, 0), number >= SLOTS)
         read = gl.where(i[None, :] <= t[:, None], read * decay, 0.0)
         pairs.index(slot).store(read.to(pairs.dtype))
         factors.index(3 * slot).store(of_value)
@@ -138,9 +146,13 @@ def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN
             k.store(gl.where(is_own[:, None], k.load(rows), 0.0))
         fence_async_shared()  # products read pairs and keys
         mbarrier.arrive(ready.index(slot))
-        g_t, g_i, last, tokens = next_t, next_i, next_last, next_tokens
+        if number >= SLOTS:
+            _carry(y, before, number - SLOTS, out, TOKEN)
+        g_t, g_i, last = next_t, next_i, next_last
+        before, previous, own, following = previous, own, following, later
     for number in range(gl.maximum(count - SLOTS, 0), count):
-        _carry(y, starts, number, out, TOKEN)
+        _wait(out_ready, number)
+        _carry(y, _span(starts, number, count), number, out, TOKEN)
 
 
 @gluon.jit
@@ -256,7 +268,9 @@ def _prompt_kernel(
         gl.allocate_shared_memory(gl.float32, [3 * SLOTS, CHUNK], linear),
         _barriers(SLOTS),
     )
-    out = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, ROWS], u.layout), _barriers(SLOTS)
+    # one more: outputs of a chunk may come while those of two before it are carried
+    outs = gl.allocate_shared_memory(dtype, [SLOTS + 1, CHUNK, ROWS], u.layout)
+    out = outs, _barriers(SLOTS + 1)
     row, request, head = gl.program_id(0) * ROWS, gl.program_id(1), gl.program_id(2)
     first = gl.load(chunks + request)
     count = gl.load(chunks + request + 1) - first
