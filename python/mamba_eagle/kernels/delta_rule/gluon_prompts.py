@@ -119,7 +119,6 @@ def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN
     own, following = _span(starts, 0, count), _span(starts, 1, count)
     g_t, last = _decays(g, own, t, H)
     g_i, _ = _decays(g, own, i, H)
-    before, previous = own, own
     for number in range(count):
         tokens = own[1] - own[0]
         at, slot = number % keys_ready.shape[0], number % SLOTS
@@ -127,7 +126,8 @@ def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN
         q, k = q_ring.index(at), k_ring.index(at)
         zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
         read = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        later = _span(starts, number + 2, count)
+        gone, later = gl.maximum(number - SLOTS, 0), _span(starts, number + 2, count)
+        of_gone = _span(starts, gone, count)
         next_t, next_last = _decays(g, following, t, H)
         next_i, _ = _decays(g, following, i, H)
         decay = gl.exp2(g_t[:, None] - g_i[None, :]) * scale
@@ -135,7 +135,7 @@ def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN
         of_output = gl.where(t < tokens, gl.exp2(g_t) * scale, -1.0)
         of_state = gl.full([CHUNK], gl.exp2(last), gl.float32, gl.SliceLayout(1, layout))
         read = warpgroup_mma_wait(0, deps=[read])
-        _wait(out_ready, gl.maximum(number - SLOTS, 0), number >= SLOTS)
+        _wait(out_ready, gone, number >= SLOTS)
         read = gl.where(i[None, :] <= t[:, None], read * decay, 0.0)
         pairs.index(slot).store(read.to(pairs.dtype))
         factors.index(3 * slot).store(of_value)
@@ -147,9 +147,9 @@ def _prepare(g, starts, count, y, scale, keys, made, out, H: gl.constexpr, TOKEN
         fence_async_shared()  # products read pairs and keys
         mbarrier.arrive(ready.index(slot))
         if number >= SLOTS:
-            _carry(y, before, number - SLOTS, out, TOKEN)
+            _carry(y, of_gone, gone, out, TOKEN)
         g_t, g_i, last = next_t, next_i, next_last
-        before, previous, own, following = previous, own, following, later
+        own, following = following, later
     for number in range(gl.maximum(count - SLOTS, 0), count):
         _wait(out_ready, number)
         _carry(y, _span(starts, number, count), number, out, TOKEN)
