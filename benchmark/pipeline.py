@@ -31,7 +31,7 @@ from mamba_eagle.bench import results
 from mamba_eagle.bench.batch import greedy, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval.gsm8k import synthetic_prompts
-from mamba_eagle.message import Generate, Plan, RunnerReady, StepResult
+from mamba_eagle.message import Generate, Plan, Ready, StepResult
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
 
@@ -130,7 +130,7 @@ class Stages:
 
     overlaps = True
 
-    def __init__(self, links: Links, ready: RunnerReady, cohorts: int) -> None:
+    def __init__(self, links: Links, ready: Ready, cohorts: int) -> None:
         self.links, self.ready = links, msgspec.structs.replace(ready, cohorts=cohorts)
 
     def launch(self, plan: Plan) -> Answer:

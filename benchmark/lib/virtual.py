@@ -30,8 +30,8 @@ from mamba_eagle.message import (
     Generate,
     Plan,
     PrefillResult,
+    Ready,
     RequestOutput,
-    RunnerReady,
     StepResult,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -112,9 +112,9 @@ CPU = Costs(
 
 def ready(
     requests: int, kv_slots: int = 2_000_000, states: int = 370, prompt_tokens: int = 8192
-) -> RunnerReady:
+) -> Ready:
     """What the runner of such a server says that it has room for."""
-    return RunnerReady(
+    return Ready(
         max_kv_slots=kv_slots,
         max_state_slots=states,
         max_running_requests=requests,
@@ -227,7 +227,7 @@ class VirtualServer:
         self,
         costs: Costs,
         config: EngineConfig,
-        ready: RunnerReady,
+        ready: Ready,
         runner: type[VirtualRunner] = VirtualRunner,
     ) -> None:
         """runner: takes these costs."""

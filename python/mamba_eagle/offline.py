@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, prompt_problem
-from mamba_eagle.message import Generate, Plan, RequestOutput, RunnerReady, StepResult
+from mamba_eagle.message import Generate, Plan, Ready, RequestOutput, StepResult
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 
@@ -17,7 +17,7 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """The part of ``ModelRunner`` that the engine uses."""
 
-    ready: RunnerReady
+    ready: Ready
 
     @property
     def overlaps(self) -> bool: ...

@@ -8,7 +8,7 @@ from statistics import mean, median
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate, RunnerReady, StepResult
+from mamba_eagle.message import Generate, Ready, StepResult
 from mamba_eagle.offline import OfflineEngine, Runner
 from mamba_eagle.scheduler.adapters import Adapters
 
@@ -163,7 +163,7 @@ class BatchEngine:
         )
 
     @property
-    def ready(self) -> RunnerReady:
+    def ready(self) -> Ready:
         """What the runner holds."""
         return self.runner.ready
 

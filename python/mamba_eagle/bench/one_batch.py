@@ -19,7 +19,7 @@ from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.core import PLAIN
 from mamba_eagle.lora.peft import Pair
 from mamba_eagle.lora.slots import AdapterSlots
-from mamba_eagle.message import AdapterRead, LoadAdapter, ReadAdapter, RunnerReady
+from mamba_eagle.message import AdapterRead, LoadAdapter, ReadAdapter, Ready
 from mamba_eagle.runner.leader import LeadingRunner, make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.scheduler.adapters import Adapters
@@ -79,7 +79,7 @@ class Measured(NamedTuple):
 
     made: Generation
     speed: report.Speed | None  # None: the output is one token, which the prompts' step makes
-    ready: RunnerReady
+    ready: Ready
 
 
 class Sweep:

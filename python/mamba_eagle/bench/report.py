@@ -18,7 +18,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.layers.moe import Experts
 from mamba_eagle.layers.weights import matrix_layers
-from mamba_eagle.message import RunnerReady
+from mamba_eagle.message import Ready
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.registry import model_class, read_model_config
@@ -191,7 +191,7 @@ class Speed:
 def speed_of(
     made: Generation,
     config: EngineConfig,
-    ready: RunnerReady,
+    ready: Ready,
     copy_tb_s: float | None,
     experts: float = 0.0,
 ) -> Speed:
@@ -221,7 +221,7 @@ class StateMemory:
     beside: float  # rows, or the states of a tree's nodes
 
     @classmethod
-    def of(cls, ready: RunnerReady) -> StateMemory:
+    def of(cls, ready: Ready) -> StateMemory:
         # On a GPU there is one more slot, which pads batches.
         spare = int(str(ready.details["device"]).startswith("cuda"))
         return cls(
@@ -277,7 +277,7 @@ def result_lines(
     speed: Speed | None,
     args: argparse.Namespace,
     config: EngineConfig,
-    ready: RunnerReady,
+    ready: Ready,
     facts: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Lines of --results, in the form of benchmark/results. speed: None without decode steps."""

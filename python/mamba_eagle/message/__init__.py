@@ -7,11 +7,11 @@
     server    ── ExportPrefix, ImportPrefix ─────────────────────▶ scheduler
     server    ── OpenSession, CloseSession ──────────────────────▶ scheduler
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
-    server    ◀── Ready, Outputs, StateReply ───────────────────── scheduler
+    server    ◀── Ready, [RequestOutput], StateReply ───────────── scheduler
     server    ◀── ProfileReply, Done, RankReply, PrefixMoved ───── scheduler
     scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ── ChangeModel ────────────────────────────────────▶ runner
-    scheduler ◀── RunnerReady, StepResult, ProfileReply, Done ──── runner
+    scheduler ◀── Ready, StepResult, ProfileReply, Done ────────── runner
     scheduler ◀── AdapterRead, RankReply ───────────────────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
@@ -250,18 +250,6 @@ class AskRanks(Question["list[RankReply]"]):
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
 
 
-class Ready(Message):
-    """The engine accepts requests: what there is room for, and what is served."""
-
-    max_kv_slots: int
-    max_state_slots: int
-    max_running_requests: int
-    context_length: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
-
-
 class TokenLogprob(msgspec.Struct, array_like=True):
     """One position: the token's own logprob and the best ones, both before penalties and
     filters, and before the temperature unless --logprobs-at-temperature is set."""
@@ -317,12 +305,6 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     experts: list[RoutedExperts] = []  # of tokens that the target has processed, if requested
     hidden: list[bytes] = []  # if requested, what each of token_ids was sampled from: a hidden
     # state after the final norm, float32, little-endian; of a prompt alone: its last token's
-
-
-class Outputs(Message):
-    """News of several requests."""
-
-    outputs: list[RequestOutput]
 
 
 class ShapeUse(msgspec.Struct, kw_only=True):
@@ -615,9 +597,18 @@ class TierSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_log: str = ""  # file that says what the disk has
 
 
-class RunnerReady(Ready, kw_only=True):
-    """The model is loaded."""
+class Ready(Message):
+    """The model is loaded: what is served, and what there is room for. The scheduler's says that
+    the engine accepts requests."""
 
+    max_kv_slots: int
+    max_state_slots: int
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
+    # for the scheduler:
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     max_journals: int = 0  # journal slots
@@ -708,10 +699,8 @@ OfCache = FlushCache | GetState | ExportPrefix | ImportPrefix | OpenSession | Cl
 OfModel = Profile | AskRanks | LoadAdapter | UnloadAdapter | Pause | Continue | ChangeModel
 Asked = OfCache | OfModel
 ToScheduler = Generate | Abort | StopAt | Asked
-ToServer = Ready | Outputs | StateReply | ProfileReply | Done | RankReply | PrefixMoved
+ToServer = Ready | list[RequestOutput] | StateReply | ProfileReply | Done | RankReply | PrefixMoved
 BesideSteps = CompileGrammar | ReadAdapter | DropAdapter | Profile | AskRanks
 ToRunner = Plan | Shutdown | SimulateAcceptance | ChangeModel | BesideSteps
-FromRunner = (
-    RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply
-)
+FromRunner = Ready | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply
 ToWatchdog = Heartbeat

@@ -14,7 +14,7 @@ from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, FolderSource, NoDrafter
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.lora.slots import AdapterSlots
-from mamba_eagle.message import RunnerReady, TierSizes
+from mamba_eagle.message import Ready, TierSizes
 from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
@@ -209,7 +209,7 @@ def _num_cohorts(config: EngineConfig, step: DecodeStep, ranks: Ranks) -> int:
     return ranks.stages.size if can else 1
 
 
-def _describe(runner: ModelRunner, length: int) -> RunnerReady:
+def _describe(runner: ModelRunner, length: int) -> Ready:
     """length: most tokens of a request."""
     config, ranks, memory, pools, step = runner.parts[:5]
     model, backend, drafter, journals = step.model, step.backend, step.drafter, pools.journals
@@ -223,7 +223,7 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
         "adapter_bytes": step.adapters.nbytes,
         "graph_bytes": runner.steps.num_bytes,
     }
-    return RunnerReady(
+    return Ready(
         rank=ranks.number,
         max_kv_slots=memory.kv_slots,
         max_state_slots=memory.state_slots,

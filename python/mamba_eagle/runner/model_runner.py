@@ -7,7 +7,7 @@ import torch
 
 from mamba_eagle.backend.prefill import fold_released
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import DecodeBatch, Plan, Release, RunnerReady, StepResult
+from mamba_eagle.message import DecodeBatch, Plan, Ready, Release, StepResult
 from mamba_eagle.runner.compilations import Compilations
 from mamba_eagle.runner.constraints import TreeView
 from mamba_eagle.runner.memory import MemoryPlan
@@ -51,7 +51,7 @@ class ModelRunner:
     accept. Results are Python lists.
     """
 
-    ready: RunnerReady  # set when the start is over
+    ready: Ready  # set when the start is over
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.config, step, pools = parts, parts.config, parts.step, parts.pools
@@ -79,7 +79,7 @@ class ModelRunner:
         self.compilations: Compilations | None = None  # counted from the end of the start on
         self.graphs_at_start = 0
 
-    def begin_serving(self, ready: RunnerReady) -> None:
+    def begin_serving(self, ready: Ready) -> None:
         """The start is over; what is compiled or captured from now on is counted."""
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs

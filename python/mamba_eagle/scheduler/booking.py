@@ -9,7 +9,7 @@ from mamba_eagle.cache.node import Node, StateKind
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SESSIONS
-from mamba_eagle.message import DraftCopy, PrefillItem, RunnerReady
+from mamba_eagle.message import DraftCopy, PrefillItem, Ready
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
@@ -62,7 +62,7 @@ log = logging.getLogger("mamba_eagle.scheduler")
 class PlanBooking:
     def __init__(
         self,
-        runner: RunnerReady,
+        runner: Ready,
         policy: ShapePolicy,
         slots: Slots,
         prefill: PrefillManager,

@@ -37,7 +37,7 @@ class TrailKeeper:
     or of the state alone, where forks would otherwise run more than the interval again.
     """
 
-    def __init__(self, config: EngineConfig, slots: Slots, runner: message.RunnerReady) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, runner: message.Ready) -> None:
         self.slots, self.rows, self.moves_anchors = slots, runner.journal_rows, runner.moves_anchors
         self.kept = min(MIN_KEPT, self.rows // 2)
         self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
@@ -152,7 +152,7 @@ class Planner:
     """Makes plans of the requests that it is given; ``slots`` owns what they hold."""
 
     def __init__(
-        self, config: EngineConfig, runner: message.RunnerReady, prompts_first: bool = False
+        self, config: EngineConfig, runner: message.Ready, prompts_first: bool = False
     ) -> None:
         """prompts_first: nothing decodes while a prompt can be run. Each step is then of one kind,
         which measurements need; running requests wait for all that arrive."""

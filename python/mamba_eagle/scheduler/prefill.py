@@ -40,7 +40,7 @@ class CatchUp:
       again. Their KV is in the cache; the drafter's is copied there, so this happens once.
     """
 
-    def __init__(self, policy: ShapePolicy, slots: Slots, runner: message.RunnerReady) -> None:
+    def __init__(self, policy: ShapePolicy, slots: Slots, runner: message.Ready) -> None:
         self.policy, self.slots, self.reads = policy, slots, runner.drafter_reads
 
     def start(self, request: Request) -> Start:
@@ -90,7 +90,7 @@ class PrefillManager:
         policy: ShapePolicy,
         slots: Slots,
         tiers: CacheTiers,
-        runner: message.RunnerReady,
+        runner: message.Ready,
         adapters: Adapters,
     ) -> None:
         self.policy, self.slots, self.tiers, self.adapters = policy, slots, tiers, adapters

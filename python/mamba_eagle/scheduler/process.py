@@ -51,10 +51,10 @@ class SchedulerProcess:
     def start(self) -> None:
         """Waits for all ranks of the runner and tells the server process what there is room for,
         which is the same on all of them."""
-        found: dict[int, message.RunnerReady] = {}
+        found: dict[int, message.Ready] = {}
         while len(found) < self.config.num_ranks:
             answer = self.results.receive()
-            assert isinstance(answer, message.RunnerReady)
+            assert isinstance(answer, message.Ready)
             found[answer.rank] = answer
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
@@ -65,8 +65,7 @@ class SchedulerProcess:
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
         self.load_first_adapters()
-        size = {name: getattr(ready, name) for name in message.Ready.__struct_fields__}
-        self.outputs.send(message.Ready(**size))
+        self.outputs.send(ready)
 
     def load_first_adapters(self) -> None:
         """Raises: ConfigError with all that cannot be served of --lora-modules."""
@@ -143,12 +142,12 @@ class SchedulerProcess:
         elif isinstance(result, message.GrammarCompiled):
             self.grammars.compiled(result.number)
         elif result is not None:
-            assert not isinstance(result, message.RunnerReady)
+            assert not isinstance(result, message.Ready)
             self.answers.take_from_runner(result)
 
     def send_outputs(self, outputs: list[message.RequestOutput]) -> None:
         if outputs:
-            self.outputs.send(message.Outputs(outputs=outputs))
+            self.outputs.send(outputs)
 
     def when_idle(self) -> None:
         self.answers.answer_waiting()

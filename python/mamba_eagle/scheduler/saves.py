@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mamba_eagle.cache.node import Match, StateKind, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import MambaSettings
-from mamba_eagle.message import JournalPart, RunnerReady, StateSave
+from mamba_eagle.message import JournalPart, Ready, StateSave
 from mamba_eagle.scheduler.plan_draft import PlanDraft
 from mamba_eagle.scheduler.request import Request
 
@@ -18,7 +18,7 @@ MAX_SPARE_SAVES = 32  # states saved per prompt at multiples of --mamba-checkpoi
 class StateSaves:
     """Chooses them chunk by chunk, and reserves their slots, which are the plan's."""
 
-    def __init__(self, config: MambaSettings, slots: Slots, runner: RunnerReady) -> None:
+    def __init__(self, config: MambaSettings, slots: Slots, runner: Ready) -> None:
         self.slots, self.journal_rows = slots, runner.journal_rows
         self.interval = config.mamba_checkpoint_interval
 

@@ -11,7 +11,7 @@ process   a prompt that ends has its first token; of trees, the accepted nodes a
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, shown
-from mamba_eagle.message import CacheUse, Generate, RequestOutput, RunnerReady, StepResult
+from mamba_eagle.message import CacheUse, Generate, Ready, RequestOutput, StepResult
 from mamba_eagle.scheduler.planner import Planner
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.step_results import StepResults
@@ -24,9 +24,7 @@ class Scheduler(Planner):
     returns one. The caller sends each plan before the next call, and hands results over in order.
     """
 
-    def __init__(
-        self, config: EngineConfig, runner: RunnerReady, prompts_first: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Ready, prompts_first: bool = False) -> None:
         """prompts_first: as for ``Planner``."""
         super().__init__(config, runner, prompts_first)
         self.queue_timeout = config.queue_timeout  # seconds; 0: no limit

@@ -320,9 +320,9 @@ class TokenizerManager:
                 return
 
     def _receive(self, item: message.ToServer) -> None:
-        if isinstance(item, message.Outputs):
+        if isinstance(item, list):
             now = time.time()
-            for output in item.outputs:
+            for output in item:
                 sample = self._live.get(output.rid)
                 if sample is not None:  # else it came after the end
                     self._take(sample, output, now)

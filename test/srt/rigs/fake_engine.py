@@ -26,7 +26,6 @@ from mamba_eagle.message import (
     Generate,
     GetState,
     LoadAdapter,
-    Outputs,
     Profile,
     ProfileReply,
     Ready,
@@ -216,7 +215,7 @@ class FakeEngine:
             if not rest:
                 del self._live[rid]
         if outputs:
-            self._out.send(Outputs(outputs=outputs))
+            self._out.send(outputs)
             if self.pause:
                 time.sleep(self.pause)
 

@@ -31,8 +31,8 @@ from mamba_eagle.message import (
     Plan,
     PrefillItem,
     PrefillResult,
+    Ready,
     RequestOutput,
-    RunnerReady,
     StepResult,
     StepTrace,
     TokenLogprob,
@@ -157,7 +157,7 @@ class FakeRunner:
         drafter_reads: str = "nothing",
         cohorts: int = 1,
     ):
-        self.ready = RunnerReady(
+        self.ready = Ready(
             cohorts=cohorts,
             max_kv_slots=kv_slots,
             max_state_slots=state_slots,

@@ -13,7 +13,7 @@ from mamba_eagle.bench.report import (
     step_bytes,
     weight_bytes,
 )
-from mamba_eagle.message import RunnerReady
+from mamba_eagle.message import Ready
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.quantization.policy import Policy
 
@@ -116,7 +116,7 @@ def test_a_cpu_has_no_share_of_a_limit() -> None:
 
 @pytest.mark.parametrize("device, slots", [("cpu", 4), ("cuda", 5)])
 def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: int) -> None:
-    ready = RunnerReady(
+    ready = Ready(
         max_kv_slots=100,
         max_state_slots=4,
         max_running_requests=4,

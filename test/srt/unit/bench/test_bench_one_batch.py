@@ -15,7 +15,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.gsm8k import synthetic_prompts
-from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
+from mamba_eagle.message import DecodeResult, Plan, PrefillResult, Ready, StepResult
 
 SECONDS = 0.25  # of every step
 VOCABULARY = 10**5
@@ -37,7 +37,7 @@ class CountingRunner:
 
     def __init__(self, config: EngineConfig, max_kv_slots: int = 0, eos: int = -1) -> None:
         self.config = config
-        self.ready = RunnerReady(
+        self.ready = Ready(
             max_kv_slots=max_kv_slots or config.max_total_tokens,
             max_state_slots=config.max_mamba_cache_size,
             max_running_requests=config.max_running_requests,

@@ -23,7 +23,7 @@ from mamba_eagle.message import (
     Plan,
     Profile,
     ProfileReply,
-    RunnerReady,
+    Ready,
     Shutdown,
     StepResult,
     ToRunner,
@@ -35,7 +35,7 @@ from mamba_eagle.runner.worker import PATIENCE_MS, Worker
 CHILD = """
 import os, signal, sys, types
 import mamba_eagle.runner.assemble as assemble
-from mamba_eagle.message import RunnerReady, StepResult
+from mamba_eagle.message import Ready, StepResult
 from mamba_eagle.message.lifetime import END_SIGNAL
 from mamba_eagle.runner.process import main
 
@@ -56,7 +56,7 @@ class Runner:
 
     @property
     def ready(self):
-        return RunnerReady(
+        return Ready(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
             vocab_size=1, eos_token_ids=[],
             details={"has_vocabulary": int(self.matchers._vocabulary is not None)},
@@ -77,7 +77,7 @@ STEP = """def launch(self, plan):
 
 
 class Child(NamedTuple):
-    ready: RunnerReady
+    ready: Ready
     process: subprocess.Popen[str]
     plans: Sender[ToRunner]
     results: Receiver[FromRunner]
@@ -101,7 +101,7 @@ def running(code: str, tmp_path: Path, tokenizer_path: str = "") -> Iterator[Chi
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         ready = results.receive(timeout_ms=WAIT_SECONDS * 1000)
-        assert isinstance(ready, RunnerReady)
+        assert isinstance(ready, Ready)
         yield Child(ready, process, plans, results)
     finally:
         process.kill()

@@ -26,7 +26,6 @@ from mamba_eagle.message import (
     Generate,
     GetState,
     GrammarCompiled,
-    Outputs,
     Plan,
     Ready,
     Shutdown,
@@ -68,7 +67,7 @@ class Rig:
             self.from_runner.send(GrammarCompiled(number=plan.number))
         self.shutdown = self.shutdown or isinstance(plan, Shutdown)
         while (item := self.to_server.receive(timeout_ms=0)) is not None:
-            self.received += item.outputs if isinstance(item, Outputs) else [item]
+            self.received += item if isinstance(item, list) else [item]
 
     def until(self, done, seconds: float = WAIT_SECONDS):
         """Turns until ``done`` holds for something received; returns that."""

@@ -14,7 +14,7 @@ from tiny_tokenizer import spell
 
 from mamba_eagle.chat.parse import OutputParser
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import Abort, Generate, Outputs
+from mamba_eagle.message import Abort, Generate, RequestOutput
 from mamba_eagle.server.apis.openai.choice import ChatChoice
 from mamba_eagle.server.apis.openai.parts import Written
 from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
@@ -155,9 +155,9 @@ def test_evaluators_learn_about_the_tokenizer() -> None:
 def test_others_are_served_while_many_outputs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving(silent) as server:
-            left = [Outputs(outputs=[])] * 100
+            left: list[list[RequestOutput]] = [[]] * 100
 
-            def receive(timeout_ms: int) -> Outputs | None:
+            def receive(timeout_ms: int) -> list[RequestOutput] | None:
                 time.sleep(0.001)  # what an output costs
                 return left.pop() if left else None
 
