@@ -561,9 +561,8 @@ class SimulateAcceptance(Message):
 
 
 class CompileGrammar(Message):
-    """Compile a grammar beside the steps; the answer is a GrammarCompiled of the same number."""
+    """Compile a grammar beside the steps; the answer is a GrammarCompiled of the same text."""
 
-    number: int
     text: str
 
 
@@ -651,7 +650,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 class GrammarCompiled(Message):
     """A grammar is compiled, or cannot be: then its requests say so when they are served."""
 
-    number: int
+    text: str
 
 
 class AdapterRead(Message):

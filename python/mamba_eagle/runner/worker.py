@@ -190,7 +190,7 @@ class Worker:
         if self.ranks.samples:  # earlier stages follow no grammars
             made = self.constraints.matchers.compile(asked.text)
             if self.answers:
-                answer = partial(message.GrammarCompiled, number=asked.number)
+                answer = partial(message.GrammarCompiled, text=asked.text)
                 self.beside.append(UnderWay(made, answer))
 
     def _keep(self, number: int, read: Future[HostAdapter]) -> message.AdapterRead:

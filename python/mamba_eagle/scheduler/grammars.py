@@ -20,9 +20,7 @@ class GrammarQueue:
 
     def __init__(self) -> None:
         self._compiled: OrderedDict[str, None] = OrderedDict()
-        self._asked: dict[int, str] = {}  # texts by number
-        self._waiting: dict[str, list[Request]] = {}
-        self._num_asked = 0
+        self._waiting: dict[str, list[Request]] = {}  # by text
         self._unsent: list[CompileGrammar] = []
 
     def add(self, request: Request) -> None:
@@ -31,9 +29,7 @@ class GrammarQueue:
         if not text or text in self._compiled:
             return
         if text not in self._waiting:
-            self._num_asked += 1
-            self._asked[self._num_asked] = text
-            self._unsent.append(CompileGrammar(number=self._num_asked, text=text))
+            self._unsent.append(CompileGrammar(text=text))
         self._waiting.setdefault(text, []).append(request)
         request.waits_for_grammar = True
 
@@ -52,10 +48,9 @@ class GrammarQueue:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def compiled(self, number: int) -> None:
+    def compiled(self, text: str) -> None:
         """The runner has compiled a grammar, or has found what is wrong with it: a request that
         cannot be served ends when it is."""
-        text = self._asked.pop(number)
         for request in self._waiting.pop(text):
             request.waits_for_grammar = False
         self._compiled[text] = None

@@ -140,7 +140,7 @@ class SchedulerProcess:
         if isinstance(result, message.StepResult):
             self.send_outputs(self.scheduler.process(result))
         elif isinstance(result, message.GrammarCompiled):
-            self.grammars.compiled(result.number)
+            self.grammars.compiled(result.text)
         elif result is not None:
             assert not isinstance(result, message.Ready)
             self.answers.take_from_runner(result)

@@ -40,7 +40,7 @@ def test_a_request_waits_for_its_grammar_and_others_overtake_it() -> None:
         serving.step()
         assert admitted(serving) <= {"free"}
     assert serving.texts["free"] == expected_text([1] * 5, FREE)
-    queue.compiled(asked[0].number)
+    queue.compiled(asked[0].text)
     serving.finish()
     assert serving.texts["w69"] == expected_text([69] * 5, FREE)
 
@@ -48,14 +48,15 @@ def test_a_request_waits_for_its_grammar_and_others_overtake_it() -> None:
 def test_a_grammar_is_asked_for_once_as_long_as_the_runner_has_it(monkeypatch) -> None:
     monkeypatch.setattr(grammars, "REMEMBERED", 2)
     serving, queue = server()
+    compiled = ""
     for number, text in enumerate("abacab"):
         serving.add(f"r{number}", [number] * 5, under(text))
         for asked in queue.take_unsent():
-            queue.compiled(asked.number)
+            queue.compiled(asked.text)
+            compiled += asked.text
         serving.finish()
         assert serving.last[f"r{number}"].finish.kind != "abort"
-    # "b" was forgotten when "c" came
-    assert queue._num_asked == 4
+    assert compiled == "abcb"  # "b" was forgotten when "c" came
 
 
 def test_a_grammar_that_was_forgotten_in_the_queue_is_asked_for_again(monkeypatch) -> None:
@@ -68,16 +69,16 @@ def test_a_grammar_that_was_forgotten_in_the_queue_is_asked_for_again(monkeypatc
     for text in "ab":
         serving.add(text, [ord(text)] * 5, under(text))
     for asked in queue.take_unsent():
-        queue.compiled(asked.number)
+        queue.compiled(asked.text)
     assert serving.scheduler.prefill.waiting and queue.take_unsent() == []
     while not (again := queue.take_unsent()):
         serving.step()
     assert [each.text for each in again] == ["a"]
-    queue.compiled(again[0].number)
+    queue.compiled(again[0].text)
     while not serving.scheduler.idle:
         serving.step()
         for asked in queue.take_unsent():
-            queue.compiled(asked.number)
+            queue.compiled(asked.text)
     assert {rid for rid, last in serving.last.items() if last.finish} == {"one", "two", "a", "b"}
 
 
@@ -89,7 +90,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires() -> No
     assert [output.rid for output in serving.scheduler.expire(106.0)] == ["late"]
     assert [output.rid for output in serving.scheduler.abort("gone")] == ["gone"]
     assert serving.scheduler.idle
-    queue.compiled(asked.number)
+    queue.compiled(asked.text)
     assert serving.scheduler.plan() is None
 
 
@@ -97,7 +98,7 @@ def test_a_grammar_that_the_runner_cannot_follow_is_refused_and_compiled_anew() 
     serving, queue = server()
     serving.add("bad", [1] * 5, under("a"))
     for asked in queue.take_unsent():
-        queue.compiled(asked.number)
+        queue.compiled(asked.text)
     request = serving.scheduler.prefill.waiting[0]
     output = serving.scheduler.results.fail(request, "the grammar cannot be followed", "a limit")
     assert output.finish is not None and output.finish.failure is Failure.REFUSED
@@ -117,6 +118,6 @@ def test_nobody_steps_back_for_one_that_waits_for_its_grammar() -> None:
     for _ in range(4):
         serving.step()
     assert serving.scheduler.stats.num_retracted == 0
-    queue.compiled(queue.take_unsent()[0].number)
+    queue.compiled(queue.take_unsent()[0].text)
     serving.finish()
     assert serving.last["r0"].retractions == 1 and serving.last["r1"].retractions == 0

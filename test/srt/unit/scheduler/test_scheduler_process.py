@@ -64,7 +64,7 @@ class Rig:
         if isinstance(plan, Plan):
             self.from_runner.send(self.runner.execute(plan))
         if isinstance(plan, CompileGrammar):
-            self.from_runner.send(GrammarCompiled(number=plan.number))
+            self.from_runner.send(GrammarCompiled(text=plan.text))
         self.shutdown = self.shutdown or isinstance(plan, Shutdown)
         while (item := self.to_server.receive(timeout_ms=0)) is not None:
             self.received += item if isinstance(item, list) else [item]
