@@ -6,6 +6,7 @@ scheduler's, which is asked for them when /metrics is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,7 +44,10 @@ OF_VLLM = {
     "e2e_request_latency_seconds": "e2e_request_latency_seconds",
     "queue_time_seconds": "request_queue_time_seconds",
 }
-_PARTS = ("_bucket", "_sum", "_count")  # of a histogram
+# A line of a metric that vLLM has; what follows the name may begin with the part of a histogram.
+_LINE = re.compile(
+    rf"^(# \w+ )?{PREFIX}({'|'.join(OF_VLLM)})((?:_bucket|_sum|_count)?[ {{].*\n)", re.MULTILINE
+)
 
 
 def with_aliases(text: str, prefixes: Iterable[str]) -> str:
@@ -53,22 +57,8 @@ def with_aliases(text: str, prefixes: Iterable[str]) -> str:
         if prefix == "sglang":
             made.append(text.replace(PREFIX, "sglang:"))
         else:
-            lines = (_of_vllm(line) for line in text.splitlines(keepends=True))
-            made.append("".join(line for line in lines if line))
+            made += (f"{m[1] or ''}vllm:{OF_VLLM[m[2]]}{m[3]}" for m in _LINE.finditer(text))
     return "".join(made)
-
-
-def _of_vllm(line: str) -> str:
-    """The line under vLLM's name; "" if it has none."""
-    before, found, rest = line.partition(PREFIX)
-    if not found:
-        return ""
-    end = min((i for i in (rest.find(mark) for mark in " {") if i >= 0), default=len(rest))
-    name, tail = rest[:end], rest[end:]
-    for part in ("", *_PARTS):
-        if name.endswith(part) and (known := OF_VLLM.get(name.removesuffix(part))) is not None:
-            return f"{before}vllm:{known}{part}{tail}"
-    return ""
 
 
 GAUGES = {
