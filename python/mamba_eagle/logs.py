@@ -112,14 +112,14 @@ class Rarely(logging.Filter):
     """Lets a line that clients can cause pass once in a while."""
 
     def __init__(self, text: str, seconds: float) -> None:
-        """text: how the lines begin."""
+        """text: how the lines begin, before their arguments are in them."""
         super().__init__()
         self._text = text
         self._seconds = seconds
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.getMessage().startswith(self._text):
+        if not str(record.msg).startswith(self._text):
             return True
         now = time.monotonic()
         if now < self._next:

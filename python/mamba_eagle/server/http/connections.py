@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mamba_eagle.limits import MAX_BODY_PIECES, MIN_BODY_PIECE, MIN_READ
+from mamba_eagle.logs import Rarely
 from mamba_eagle.server.errors import RequestError
 
 MAX_HEAD = 64 * 1024  # bytes
@@ -119,7 +120,10 @@ class BoundedHeads(HttpToolsProtocol):
             super().on_message_complete()
 
 
+LOG_SECONDS = 60.0  # between two lines of a kind that clients can cause
+
 log = logging.getLogger("mamba_eagle.server")
+log.addFilter(Rarely("%d connections are open", LOG_SECONDS))
 
 # Seconds in which a connection above the limit must send its headers. Others wait for its place.
 SPARE_HEADER_TIMEOUT = 2.0
@@ -130,7 +134,6 @@ KEEP_ALIVE_SECONDS = 620
 BODY_PIECE = 64 * 1024  # bytes of a body that must arrive within the time-out
 MIN_PATIENCE = 0.01  # seconds; waiting for 0 would not even take what has arrived
 MAX_DISCARDED = 8 * 2**20  # bytes of a refused request's body that are read before the answer
-LOG_SECONDS = 60.0  # between two lines of the same kind
 
 
 class Limits(NamedTuple):
@@ -188,26 +191,13 @@ def room_for_connections(wanted: int) -> tuple[int, int]:
     return wanted, spare
 
 
-class RareWarning:
-    """A line that clients can cause is logged once per minute."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def __call__(self, message: str) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LOG_SECONDS
-            log.warning(message)
-
-
 class Connection(BoundedHeads):
     """One client's connection."""
 
-    def __init__(self, limits: Limits, warn_full: RareWarning, **keywords: Any) -> None:
+    def __init__(self, limits: Limits, **keywords: Any) -> None:
         """keywords: uvicorn's."""
         super().__init__(**keywords)
-        self.limits, self.warn_full = limits, warn_full
+        self.limits = limits
         config: uvicorn.Config = keywords["config"]
         self._application: ASGIApp = config.loaded_app
         self.app = self._serve
@@ -229,9 +219,10 @@ class Connection(BoundedHeads):
         transport.set_write_buffer_limits(high=1, low=0)
         self._is_spare = len(self.connections) > self.limits.connections
         if self._is_spare:
-            self.warn_full(
-                f"{self.limits.connections} connections are open (--max-connections, or what "
-                "ulimit -n leaves room for): further ones are answered 503"
+            log.warning(
+                "%d connections are open (--max-connections, or what ulimit -n leaves room for): "
+                "further ones are answered 503",
+                self.limits.connections,
             )
         self._expect_headers()
 

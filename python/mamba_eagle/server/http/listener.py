@@ -18,9 +18,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mamba_eagle.config import ConfigError, ServerConfig
-from mamba_eagle.server.http.connections import KEEP_ALIVE_SECONDS, Connection, Limits, RareWarning
+from mamba_eagle.logs import Rarely
+from mamba_eagle.server.http.connections import KEEP_ALIVE_SECONDS, LOG_SECONDS, Connection, Limits
 
 log = logging.getLogger("mamba_eagle.server")
+log.addFilter(Rarely("no connection can be accepted", LOG_SECONDS))
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 FULL_PAUSE = 0.05  # seconds without accepting, when there is not even a spare place
@@ -58,7 +60,6 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
         self._connecting: set[asyncio.Task[None]] = set()
         self._pause_timer: asyncio.TimerHandle | None = None
-        self._warn, self._warn_full = RareWarning(), RareWarning()
         self.servers = []  # asyncio's; this one stands for them
 
     async def start(self) -> asyncio.Task[None]:
@@ -94,9 +95,10 @@ class HttpServer(uvicorn.Server):
         except OSError as error:
             if error.errno not in OUT_OF_RESOURCES:
                 raise
-            self._warn(
-                f"no connection can be accepted: {error.strerror}; trying again every second "
-                "(raise ulimit -n, or lower --max-connections)"
+            log.warning(
+                "no connection can be accepted: %s; trying again every second "
+                "(raise ulimit -n, or lower --max-connections)",
+                error.strerror,
             )
             self._pause(OUT_OF_RESOURCES_PAUSE)
             return
@@ -114,7 +116,7 @@ class HttpServer(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
-        return Connection(self._limits, self._warn_full, **uvicorns)
+        return Connection(self._limits, **uvicorns)
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self.listener)
