@@ -1,5 +1,7 @@
 """What a backend needs to know to run a network's part of a step in its own way."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -45,28 +47,46 @@ def network_of(model: CausalLM) -> Network | None:
     )  # fmt: skip
 
 
-class Passed(NamedTuple):
-    """The target's outputs for b trees of T nodes."""
+class Verified(NamedTuple):
+    """The target's outputs for the trees of a batch."""
 
+    tree: Tree
     layout: Any  # as returned by the state scheme's ``begin``
-    positions: Tensor  # [b, T] int64
+    positions: Tensor  # [b, T] int64, of the nodes
     features: Tensor  # [b, T, F]
-    logits: Tensor  # [b, T, V] float32
+    logits: Tensor  # [b, T, V], the model's logits_dtype
+    program: StepProgram | None = None  # what made them, and commits them
+
+    def first(self, b: int) -> Verified:
+        """The outputs for the first ``b`` requests; the layout still covers all."""
+        tree = Tree(*(part[:b] for part in self.tree))
+        parts = (self.positions, self.features, self.logits)
+        positions, features, logits = (part[:b] for part in parts)
+        return Verified(tree, self.layout, positions, features, logits)
+
+
+class Committed(NamedTuple):
+    """What a decode step has changed."""
+
+    accepted: Truncated
+    folded: Tensor  # [b] int64, positions of the states in the requests' state slots
+
+    def first(self, b: int) -> Committed:
+        """The same for the first ``b`` requests."""
+        return Committed(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
 
 
 class StepProgram(Protocol):
     """Verifies trees and commits what is accepted, with the results of the scheme, the layers and
     ``Backend.accept_tokens``. slots [b] request slots; kv_slots [b, T] of the nodes."""
 
-    def verify(self, slots: Tensor, kv_slots: Tensor, tree: Tree) -> Passed:
+    def verify(self, slots: Tensor, kv_slots: Tensor, tree: Tree) -> Verified:
         """Valid until the next step."""
 
     def commit(
-        self, slots: Tensor, kv_slots: Tensor, tree: Tree, features: Tensor, target: Tensor,
-        max_depth: int,
-    ) -> tuple[Truncated, Tensor]:  # fmt: skip
-        """After ``verify`` of the same trees; target [b, T]. Returns the accepted paths and the
-        positions of the states [b]."""
+        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, max_depth: int
+    ) -> Committed:
+        """After ``verify`` of the same trees; target [b, T]."""
 
 
 class DraftPools(NamedTuple):

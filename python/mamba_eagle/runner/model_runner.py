@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from mamba_eagle.backend.prefill import fold_released
+from mamba_eagle.backend.programs import Verified
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import DecodeBatch, Plan, Ready, Release, StepResult
 from mamba_eagle.runner.compilations import Compilations
@@ -14,7 +15,7 @@ from mamba_eagle.runner.memory import MemoryPlan
 from mamba_eagle.runner.pools import Pools
 from mamba_eagle.runner.ranks import Ranks, check_agreement
 from mamba_eagle.runner.sampler import Scored
-from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps, Verified
+from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode
 from mamba_eagle.runner.steps.prompts import PromptRunner

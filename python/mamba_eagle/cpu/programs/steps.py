@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import KVPool, RequestTable
-from mamba_eagle.backend.programs import Network, Passed
+from mamba_eagle.backend.programs import Committed, Network, Verified
 from mamba_eagle.cpu import abi
 from mamba_eagle.cpu.programs import layers
 from mamba_eagle.cpu.programs.calls import Call, program_of
@@ -30,7 +30,7 @@ from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.layer import Residual
-from mamba_eagle.tree.accept import Truncated, empty_truncated
+from mamba_eagle.tree.accept import empty_truncated
 from mamba_eagle.tree.tree import Tree
 
 
@@ -167,7 +167,7 @@ class TargetProgram:
 
     # ── a step ──
 
-    def verify(self, slots: Tensor, kv_slots: Tensor, tree: Tree) -> Passed:
+    def verify(self, slots: Tensor, kv_slots: Tensor, tree: Tree) -> Verified:
         b, T = tree.tokens.shape
         n, sized, step, frame = b * T, self._of_size(b, T), self.step, self.frame
         features, logits = torch.empty(b, T, self.size), torch.empty(b, T, self.width)
@@ -197,7 +197,7 @@ class TargetProgram:
             logits = logits[..., :outputs].contiguous()
         if scale != 1.0:
             logits = logits * scale
-        return Passed(sized.layout, sized.positions, features, logits)
+        return Verified(tree, sized.layout, sized.positions, features, logits, self)
 
     def _rotation(self, slots: Tensor, tree: Tree) -> Rotation | None:
         """The angles of a step, to be kept until its end."""
@@ -207,9 +207,9 @@ class TargetProgram:
         return self.parts.rotary(positions.flatten(), slots.device)
 
     def commit(
-        self, slots: Tensor, kv_slots: Tensor, tree: Tree, features: Tensor, target: Tensor,
-        max_depth: int,
-    ) -> tuple[Truncated, Tensor]:  # fmt: skip
+        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, max_depth: int
+    ) -> Committed:
+        tree, features = verified.tree, verified.features
         b, step, stops = len(slots), self.step, self.table.stop_tokens
         made, folded = empty_truncated(b, max_depth, slots.device), torch.empty_like(slots)
         given = (slots, kv_slots, tree.tokens, tree.parents, features, target)
@@ -222,4 +222,4 @@ class TargetProgram:
             part.data_ptr() for part in (*made, folded)
         )
         self.committing.run(1, 1, 1)
-        return made, folded
+        return Committed(made, folded)

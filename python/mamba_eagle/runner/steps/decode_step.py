@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
-from mamba_eagle.backend.programs import StepProgram, network_of
+from mamba_eagle.backend.programs import Committed, StepProgram, Verified, network_of
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
@@ -36,35 +36,6 @@ from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.simulate import forced_path
 from mamba_eagle.tree.tree import Tree, single_node_tree
-
-
-class Verified(NamedTuple):
-    """The target's outputs for the trees of a batch."""
-
-    tree: Tree
-    layout: Any  # as returned by the state scheme's ``begin``
-    positions: Tensor  # [b, T] int64, of the nodes
-    features: Tensor  # [b, T, F]
-    logits: Tensor  # [b, T, V], the model's logits_dtype
-    program: StepProgram | None = None  # what made them, and commits them
-
-    def first(self, b: int) -> Verified:
-        """The outputs for the first ``b`` requests; the layout still covers all."""
-        tree = Tree(*(part[:b] for part in self.tree))
-        parts = (self.positions, self.features, self.logits)
-        positions, features, logits = (part[:b] for part in parts)
-        return Verified(tree, self.layout, positions, features, logits)
-
-
-class Committed(NamedTuple):
-    """What a decode step has changed."""
-
-    accepted: Truncated
-    folded: Tensor  # [b] int64, positions of the states in the requests' state slots
-
-    def first(self, b: int) -> Committed:
-        """The same for the first ``b`` requests."""
-        return Committed(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
 
 
 class DecodeStep:
@@ -144,7 +115,7 @@ class DecodeStep:
         with self.adapters.over(slots, shape[1]) if adapted else nullcontext():
             if program is not None:
                 assert logits is None, "graphs have no programs"
-                return Verified(tree, *program.verify(slots, kv_slots, tree), program)
+                return program.verify(slots, kv_slots, tree)
             processed = table.processed[slots]
             layout = self.scheme.begin(slots, tree)
             bits = self.scheme.ancestor_bits(layout)
@@ -184,8 +155,7 @@ class DecodeStep:
         self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
     ) -> Committed:
         if verified.program is not None and self.forced_length is None:
-            made = (verified.tree, verified.features, target, depth)
-            return Committed(*verified.program.commit(slots, kv_slots, *made))
+            return verified.program.commit(slots, kv_slots, verified, target, depth)
         accepted = self._accept(slots, verified.tree, target, depth)
         self.scheme.accept(verified.layout, accepted, verified.features)
         self.backend.commit_tokens(self.table, slots, kv_slots, accepted)

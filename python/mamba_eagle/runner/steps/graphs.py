@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.programs import Committed, Verified
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.parallel.groups import Window
 from mamba_eagle.runner.sampling_state import BatchNoise
-from mamba_eagle.runner.steps.decode_step import Committed, DecodeStep, Drafted, Verified
+from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted
 from mamba_eagle.tree.tree import Tree, empty_trees
 
 log = logging.getLogger("mamba_eagle.runner")

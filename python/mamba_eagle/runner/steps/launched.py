@@ -8,10 +8,10 @@ from torch import Tensor
 
 from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.programs import Committed, Verified
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, as_bytes, output_logprobs
 from mamba_eagle.runner.tiers.copies import StepCopies
 from mamba_eagle.tree.tree import Tree
