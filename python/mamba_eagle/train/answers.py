@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -14,17 +13,9 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.assemble import assemble
-from mamba_eagle.train.prompts import DataError, Prompt
+from mamba_eagle.train.prompts import DataError, Example
 
 PROGRESS_SECONDS = 10.0  # between two progress lines
-
-
-class AnsweredPrompt(NamedTuple):
-    """A prompt and the target's answer to it, stop token included."""
-
-    line: int
-    prompt: list[int]
-    answer: list[int]
 
 
 class AnswerFile:
@@ -43,24 +34,24 @@ class AnswerFile:
             with path.open("rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
 
-    def append(self, answered: AnsweredPrompt) -> None:
+    def append(self, answered: Example) -> None:
         line = json.dumps(answered._asdict(), separators=(",", ":")) + "\n"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def read(self) -> dict[int, AnsweredPrompt]:
+    def read(self) -> dict[int, Example]:
         """All answers of the folder, by their line in the data file."""
         answers = {}
         for path in sorted(self.folder.glob("answers*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
-                answered = AnsweredPrompt(**json.loads(line))
+                answered = Example(**json.loads(line))
                 answers[answered.line] = answered
         return answers
 
 
 def generate(
-    config: EngineConfig, prompts: Sequence[Prompt], sampling: Callable[[Prompt], SamplingParams]
-) -> Iterator[AnsweredPrompt]:
+    config: EngineConfig, prompts: Sequence[Example], sampling: Callable[[Example], SamplingParams]
+) -> Iterator[Example]:
     """Runs all prompts through scheduler and runner in this process and yields the answers in the
     order in which they finish. The engine's memory is freed after the last one.
 
@@ -69,8 +60,8 @@ def generate(
     engine = OfflineEngine(config, assemble(config))
     waiting = {str(prompt.line): prompt for prompt in prompts}
     answers: dict[str, list[int]] = {rid: [] for rid in waiting}
-    for rid, prompt in waiting.items():
-        message = Generate(rid=rid, token_ids=prompt.token_ids, sampling=sampling(prompt))
+    for rid, asked in waiting.items():
+        message = Generate(rid=rid, token_ids=asked.prompt, sampling=sampling(asked))
         for refused in engine.add(message):
             assert refused.finish is not None
             raise DataError(f"line {rid} of the data: {refused.finish.message}")
@@ -78,8 +69,7 @@ def generate(
         for output in engine.step():
             answers[output.rid] += output.token_ids
             if output.finish is not None:
-                prompt = waiting.pop(output.rid)
-                yield AnsweredPrompt(prompt.line, prompt.token_ids, answers.pop(output.rid))
+                yield waiting.pop(output.rid)._replace(answer=answers.pop(output.rid))
     assert not waiting, f"the scheduler left {len(waiting)} prompts unanswered"
     del engine
     gc.collect()
@@ -89,8 +79,8 @@ def generate(
 
 def answer_all(
     config: EngineConfig,
-    prompts: Sequence[Prompt],
-    sampling: Callable[[Prompt], SamplingParams],
+    prompts: Sequence[Example],
+    sampling: Callable[[Example], SamplingParams],
     file: AnswerFile,
 ) -> None:
     """Answers ``prompts`` and stores each answer as soon as it is complete."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.train.answers import AnsweredPrompt
+from mamba_eagle.train.prompts import Example
 
 POOL_BATCHES = 8  # batches are filled with answers of similar length from a pool of this many
 LENGTH_MULTIPLE = 8  # GPU attention copies a mask whose rows are not aligned to 16 bytes
@@ -84,7 +84,7 @@ class StepShare(NamedTuple):
     num_drafts: list[int]  # at each depth, over all processes: the loss is averaged over these
 
 
-def usable_answers(answered: Iterable[AnsweredPrompt], max_length: int) -> list[Answer]:
+def usable_answers(answered: Iterable[Example], max_length: int) -> list[Answer]:
     """Cuts answers to ``max_length`` and drops those in which no draft can start."""
     cut = [Answer((a.prompt + a.answer)[:max_length], len(a.prompt)) for a in answered]
     return [answer for answer in cut if answer.num_roots > 0]

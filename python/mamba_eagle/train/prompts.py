@@ -32,10 +32,10 @@ class LineError(ValueError):
     """The problem with one line."""
 
 
-class Prompt(NamedTuple):
+class Example(NamedTuple):
     line: int  # its line number in the file, from 1; answers are stored under it
-    token_ids: list[int]
-    answer: list[int]  # the one in the file; empty unless the reader was asked for answers
+    prompt: list[int]
+    answer: list[int]  # stop token included; empty before it is generated
 
 
 class Parsed(NamedTuple):
@@ -65,7 +65,7 @@ class PromptReader:
                 f"{self.folder} has no tokenizer ({error}): add one, or give token_ids in each line"
             ) from None
 
-    def read(self, path: Path) -> list[Prompt]:
+    def read(self, path: Path) -> list[Example]:
         """Raises: DataError naming every invalid line, or the first ten of them."""
         parsed: list[Parsed] = []
         wrong: dict[int, str] = {}
@@ -75,7 +75,7 @@ class PromptReader:
             except LineError as error:
                 wrong[number] = str(error)
         prompts = self._tokenize(parsed)
-        wrong |= {p.line: "the prompt is empty" for p in prompts if not p.token_ids}
+        wrong |= {p.line: "the prompt is empty" for p in prompts if not p.prompt}
         if wrong:
             raise DataError(list_problems(path, wrong))
         if not prompts:
@@ -105,7 +105,7 @@ class PromptReader:
             answer = " " + answer  # separates the answer from the template's "Answer:"
         return Parsed(number, prompt, answer)
 
-    def _tokenize(self, parsed: list[Parsed]) -> list[Prompt]:
+    def _tokenize(self, parsed: list[Parsed]) -> list[Example]:
         """Encodes all texts in two calls; encoding them one by one could take longer than the
         training itself."""
         with_special: set[str] = set()
@@ -122,7 +122,7 @@ class PromptReader:
                 prompt = ids[add_special_tokens][prompt]
             if isinstance(answer, str):
                 answer = self._end(ids[False][answer])
-            prompts.append(Prompt(line, prompt, answer))
+            prompts.append(Example(line, prompt, answer))
         return prompts
 
     def _encode(self, texts: set[str], add_special_tokens: bool) -> dict[str, list[int]]:

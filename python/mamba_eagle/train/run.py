@@ -16,10 +16,10 @@ from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS
 from mamba_eagle.train.acceptance import Acceptance
-from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, answer_all
+from mamba_eagle.train.answers import AnswerFile, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
 from mamba_eagle.train.heads import TRAINABLE_HEADS
-from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
+from mamba_eagle.train.prompts import DataError, Example, PromptReader
 from mamba_eagle.train.settings import CHANGEABLE, TrainSettings
 from mamba_eagle.train.target import load_target
 from mamba_eagle.train.trainer import Diverged, Trainer, set_precision
@@ -137,7 +137,7 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
 
 def read_prompts(
     settings: TrainSettings, config: ModelSettings, target: ModelConfig, world: World
-) -> list[Prompt]:
+) -> list[Example]:
     """The prompts that leave room for an answer of two tokens.
 
     Raises: DataError
@@ -147,7 +147,7 @@ def read_prompts(
     )
     prompts = reader.read(Path(settings.data))
     max_length = max_sequence_length(settings, target)
-    fitting = [p for p in prompts if len(p.token_ids) + 2 <= max_length]
+    fitting = [p for p in prompts if len(p.prompt) + 2 <= max_length]
     if not fitting:
         raise DataError(
             f"all {len(prompts)} prompts have {max_length - 1} tokens or more: raise --max-length"
@@ -173,11 +173,11 @@ def max_sequence_length(settings: TrainSettings, target: ModelConfig) -> int:
 
 
 def get_answers(
-    settings: TrainSettings, config: EngineConfig, prompts: list[Prompt], world: World
-) -> list[AnsweredPrompt]:
+    settings: TrainSettings, config: EngineConfig, prompts: list[Example], world: World
+) -> list[Example]:
     """The answers in the data file, or the target's, of which each process generates a share."""
     if settings.skip_generation:
-        return [AnsweredPrompt(*prompt) for prompt in prompts]
+        return prompts
     file = AnswerFile(Path(settings.output), world.rank)
     if world.is_first:
         file.repair()
@@ -189,11 +189,11 @@ def get_answers(
         world.log(f"{len(prompts) - len(missing)} of {len(prompts)} prompts are already answered")
     max_length = max_sequence_length(settings, read_model_config(settings.target))
 
-    def sampling(prompt: Prompt) -> SamplingParams:
+    def sampling(asked: Example) -> SamplingParams:
         return SamplingParams(
-            max_new_tokens=min(settings.max_new_tokens, max_length - len(prompt.token_ids)),
+            max_new_tokens=min(settings.max_new_tokens, max_length - len(asked.prompt)),
             temperature=settings.temperature,
-            seed=settings.seed * 1_000_003 + prompt.line,  # differs from line to line
+            seed=settings.seed * 1_000_003 + asked.line,  # differs from line to line
         )
 
     answer_all(config, missing[world.rank :: world.size], sampling, file)
@@ -202,7 +202,7 @@ def get_answers(
     return [answers[prompt.line] for prompt in prompts]
 
 
-def make_split(settings: TrainSettings, answered: list[AnsweredPrompt], world: World) -> Split:
+def make_split(settings: TrainSettings, answered: list[Example], world: World) -> Split:
     """Raises: DataError if too few answers are left to train on."""
     answers = usable_answers(answered, settings.max_length)
     if dropped := len(answered) - len(answers):

@@ -12,7 +12,8 @@ from tiny_model import VOCAB, write_model
 from torch import Tensor
 
 from mamba_eagle.train import command
-from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile
+from mamba_eagle.train.answers import AnswerFile
+from mamba_eagle.train.prompts import Example
 
 PROMPTS, HELD_OUT, NEW_TOKENS, DEPTH = 40, 8, 24, 3
 ALGORITHMS = {
@@ -60,7 +61,7 @@ class Rig(NamedTuple):
         assert command.main(self.arguments(self.folder(output), name, *others)) == 0
         return read_record(output)
 
-    def answered(self) -> list[AnsweredPrompt]:
+    def answered(self) -> list[Example]:
         done = AnswerFile(self.answers.parent, 0).read()
         return [done[line] for line in sorted(done)]
 

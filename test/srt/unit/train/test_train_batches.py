@@ -6,7 +6,6 @@ import random
 
 import torch
 
-from mamba_eagle.train.answers import AnsweredPrompt
 from mamba_eagle.train.batches import (
     LENGTH_MULTIPLE,
     Answer,
@@ -16,6 +15,7 @@ from mamba_eagle.train.batches import (
     split_held_out,
     usable_answers,
 )
+from mamba_eagle.train.prompts import Example
 from mamba_eagle.train.trainer import LR_FLOOR, WARM_UP, cosine
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_guesses_are_the_marked_places() -> None:
 
 def test_answers_without_a_place_for_a_draft_are_left_out() -> None:
     made = [(1, [5, 6], [7]), (2, [5], [7, 8, 9]), (3, [5] * 9, [7, 7])]
-    assert usable_answers((AnsweredPrompt(*each) for each in made), 3) == [Answer([5, 7, 8], 1)]
+    assert usable_answers((Example(*each) for each in made), 3) == [Answer([5, 7, 8], 1)]
 
 
 def test_held_out_answers_are_not_trained_on() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tiny_tokenizer import EOS, byte_level, spell
 
 from mamba_eagle.models.registry import parse_config
-from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
+from mamba_eagle.train.prompts import DataError, Example, PromptReader
 
 TEMPLATE = "Question: {question}\nAnswer:"
 CHAT_TEMPLATE = (
@@ -59,15 +59,15 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
 )
 def test_forms(tokenizer: Path, record: dict, prompt: list[int], answer: str) -> None:
     """An answer ends with the stop token, whatever the template writes behind it."""
-    assert read(tokenizer, [record]) == [Prompt(1, prompt, [])]
+    assert read(tokenizer, [record]) == [Example(1, prompt, [])]
     ended = [*spell(answer), EOS]
-    assert read(tokenizer, [record], read_answers=True) == [Prompt(1, prompt, ended)]
+    assert read(tokenizer, [record], read_answers=True) == [Example(1, prompt, ended)]
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     records = [{"token_ids": [5, 6]}, "", {"token_ids": [7], "answer_ids": [8, EOS]}]
-    assert read(tmp_path, records) == [Prompt(1, [5, 6], []), Prompt(3, [7], [])]
-    assert read(tmp_path, records[2:], read_answers=True) == [Prompt(1, [7], [8, EOS])]
+    assert read(tmp_path, records) == [Example(1, [5, 6], []), Example(3, [7], [])]
+    assert read(tmp_path, records[2:], read_answers=True) == [Example(1, [7], [8, EOS])]
     with pytest.raises(DataError, match="has no tokenizer"):
         read(tmp_path, [{"text": "a"}])
 
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_prompt_template_of_ones_own(tokenizer: Path) -> None:
     assert read(tokenizer, [QUESTION], template="{question} = ") == [
-        Prompt(1, spell("1+1? = "), [])
+        Example(1, spell("1+1? = "), [])
     ]
 
 
