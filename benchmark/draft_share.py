@@ -154,12 +154,12 @@ def measure(
     """bits: how the drafter's weights are kept."""
     with tempfile.TemporaryDirectory() as room:
         config = engine_config(target, name, nodes, batches, bits, Path(room))
+        if config.tree_shape != PLAIN:
+            config = dataclasses.replace(config, simulate_acc_len=ACCEPTED)
         runner = make_runner(config)
     assert isinstance(runner, ModelRunner)
     if runner.model.config.moe is not None:
         experts.watch(runner, target.routing)
-    if config.tree_shape != PLAIN:
-        runner.simulate_accept_length(ACCEPTED)
     engine, found = BatchEngine(config, runner), []
     for batch in batches:
         prompts = synthetic_prompts(config, engine.ready.vocab_size, batch, INPUT)

@@ -11,7 +11,6 @@ the scheduler's own are left out (see mamba_eagle/bench/batch.py).
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import os
 import sys
@@ -60,17 +59,6 @@ def make_parser() -> Parser:
     own.add_argument("--correctness-test", action="store_true", help="print texts, measure nothing")
     own.add_argument("--profile", action="store_true", help="write a torch profiler trace")
     return parser
-
-
-def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
-    """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
-    config = dataclasses.replace(config, simulate_acc_len=args.simulate_acc_len)
-    if args.simulate_acc_len and args.correctness_test:
-        return (
-            f"--simulate-acc-len {args.simulate_acc_len:g}: texts mean nothing with it, so "
-            "--correctness-test has nothing to compare"
-        )
-    return "".join(config.simulation_problems())
 
 
 # ── a served batch ──
@@ -158,11 +146,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(
             f"--dummy-adapters {args.dummy_adapters}: needs as many --max-loras, and one device"
         )
-    if problem := simulation_problem(args, config):
-        sys.exit(f"error: {problem}")
-    # the benchmark says so next to its numbers, and tells the runner itself
-    config = dataclasses.replace(config, simulate_acc_len=0.0)
-    args.simulate_acc_len = args.simulate_acc_len or None
+    if config.simulate_acc_len and args.correctness_test:
+        sys.exit(
+            f"error: --simulate-acc-len {config.simulate_acc_len:g}: texts mean nothing with it, "
+            "so --correctness-test has nothing to compare"
+        )
     from mamba_eagle.bench import one_batch  # torch takes seconds to import, --help does not
 
     try:

@@ -119,13 +119,12 @@ class Sweep:
     def _introduce(self, runner: ModelRunner | LeadingRunner) -> None:
         self.about["device"] = facts.device_name(self.config.device)  # with the runner's threads
         print(f"device: {self.about['device']}; commit: {self.about['commit']}")
-        shape, length = self.config.tree_shape, self.args.simulate_acc_len
+        shape, length = self.config.tree_shape, self.config.simulate_acc_len
         if shape != PLAIN:
             print(f"Each step drafts {shape.name}; a server may choose others or none")
         if isinstance(runner, ModelRunner) and runner.model.config.moe is not None:
             experts.watch(runner, self.args.dummy_routing)
-        if length is not None:
-            runner.simulate_accept_length(length)
+        if length:
             print(
                 f"SIMULATED: --simulate-acc-len forces {length} accepted tokens per step and "
                 "request; drafts are not compared with the target, and texts mean nothing"
@@ -192,7 +191,7 @@ def compare_verify_modes(
         found[mode] = Sweep(args, configured, make_prompts, machine).measure()
         release_memory()  # the next runner's pools may need it all
     print_modes(found)
-    if args.simulate_acc_len is not None:
+    if config.simulate_acc_len:
         print("Acceptance is simulated: texts are not compared.")
         return
     for pair in zip(*found.values()):

@@ -256,7 +256,7 @@ def result_record(
         "mamba_verify_mode": config.mamba_verify_mode,
         "quantization": few_bits_name(config),
         "accept_length": made.accept_length,
-        "simulated_accept_length": args.simulate_acc_len,
+        "simulated_accept_length": config.simulate_acc_len or None,
         "accept_histogram": dict(sorted(made.accept_lengths.items())),
         **facts,
     }
@@ -288,7 +288,7 @@ def result_lines(
         "nodes": config.tree_shape.nodes,
         "rows": ready.details["rows_per_request"],
         "accept_length": round(made.accept_length, 3),
-        "simulated_accept_length": args.simulate_acc_len,
+        "simulated_accept_length": config.simulate_acc_len or None,
         "tree": config.tree_shape.name,
         "model": Path(config.model_path).name,
         "input_len": made.prompt_tokens // batch,

@@ -554,12 +554,6 @@ class Shutdown(Message):
     """Exit; there is no reply."""
 
 
-class SimulateAcceptance(Message):
-    """For benchmarks, before the first plan: accept ``length`` tokens per step on average."""
-
-    length: float
-
-
 class CompileGrammar(Message):
     """Compile a grammar beside the steps; the answer is a GrammarCompiled of the same text."""
 
@@ -700,6 +694,6 @@ Asked = OfCache | OfModel
 ToScheduler = Generate | Abort | StopAt | Asked
 ToServer = Ready | list[RequestOutput] | StateReply | ProfileReply | Done | RankReply | PrefixMoved
 BesideSteps = CompileGrammar | ReadAdapter | DropAdapter | Profile | AskRanks
-ToRunner = Plan | Shutdown | SimulateAcceptance | ChangeModel | BesideSteps
+ToRunner = Plan | Shutdown | ChangeModel | BesideSteps
 FromRunner = Ready | StepResult | ProfileReply | GrammarCompiled | AdapterRead | Done | RankReply
 ToWatchdog = Heartbeat

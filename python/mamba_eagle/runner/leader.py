@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, ToRunner
+from mamba_eagle.message import Plan, Shutdown, ToRunner
 from mamba_eagle.message.channel import Sender, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.lifetime import module_command
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
@@ -79,10 +79,6 @@ class LeadingRunner:
     def launch(self, plan: Plan) -> Launched | Begun:
         self.plans.send(plan)
         return self.runner.launch(plan)
-
-    def simulate_accept_length(self, length: float) -> None:
-        self.plans.send(SimulateAcceptance(length=length))
-        self.runner.simulate_accept_length(length)
 
     def close(self) -> None:
         """End the other ranks; may be called again."""

@@ -230,13 +230,6 @@ class ModelRunner:
         self.step.release(slots)
         self.prompts.pooling.release(slots)
 
-    def simulate_accept_length(self, length: float) -> None:
-        """Make steps accept ``length`` nodes on average, whatever the target's tokens are: for
-        benchmarks with dummy weights, before the first step."""
-        self.step.simulate(length)
-        self.capture()
-        self.step.num_forced.zero_()
-
     def capture(self) -> None:
         """From now on steps are graphs, if they can be; all kinds of them are captured again."""
         if self.parts.captures:

@@ -126,9 +126,7 @@ class Worker:
         Raises: ConfigError if other weights could not be loaded, when the old ones are gone.
         """
         while not isinstance(asked := self._next(), message.Shutdown):
-            if isinstance(asked, message.SimulateAcceptance):
-                self.runner.simulate_accept_length(asked.length)
-            elif isinstance(asked, message.Profile):
+            if isinstance(asked, message.Profile):
                 if self.rank == 0:  # the others' steps are the same
                     self.results.send(self.profiler.answer(asked))
             elif isinstance(asked, message.ChangeModel):

@@ -145,9 +145,9 @@ def test_a_forced_length_is_what_every_step_accepts(config, prompts, mode) -> No
         speculative_num_steps=3,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=4,
+        simulate_acc_len=2.5,
     )
     chain = sized_for(chain, len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
     engine = BatchEngine(chain, assemble(chain))
-    engine.runner.simulate_accept_length(2.5)
     made = engine.generate(prompts, greedy(1 + 20))  # the first token is the prompt's
     assert made.accept_lengths == {2: 4 * len(prompts), 3: 4 * len(prompts)}

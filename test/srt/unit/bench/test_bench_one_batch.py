@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mamba_eagle import bench_one_batch
 from mamba_eagle.bench import one_batch
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.gsm8k import synthetic_prompts
@@ -58,11 +59,7 @@ class CountingRunner:
         self.prompt: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []  # of released requests
         self.held: dict[int, set[int]] = {}  # request slot: its KV slots
-        self.simulated: float | None = None
         self.overlaps = False
-
-    def simulate_accept_length(self, length: float) -> None:
-        self.simulated = length
 
     def launch(self, plan: Plan) -> Done:
         return Done(self.execute(plan))
@@ -241,7 +238,14 @@ def bench(monkeypatch):
             return runners[-1]
 
         monkeypatch.setattr(one_batch, "make_runner", make_runner)
-        monkeypatch.setattr(bench_one_batch, "resolve", lambda asked: config)
+
+        def resolve(asked: EngineConfig) -> EngineConfig:
+            own = replace(config, simulate_acc_len=asked.simulate_acc_len)
+            if problems := own.simulation_problems():
+                raise ConfigError(problems)
+            return own
+
+        monkeypatch.setattr(bench_one_batch, "resolve", resolve)
         bench_one_batch.main(flags.split())
         return runners
 
@@ -311,12 +315,12 @@ def test_a_simulated_length_is_said_wherever_there_are_numbers(bench, capsys, tm
     results, records = tmp_path / "lines.jsonl", tmp_path / "records.jsonl"
     flags = f"--output-len 16 --results {results} --result-filename {records}"
     (runner,) = bench(TREE, f"{flags} --simulate-acc-len 2.5")
-    assert runner.simulated == 2.5
+    assert runner.config.simulate_acc_len == 2.5
     assert "SIMULATED: --simulate-acc-len forces 2.5 accepted tokens" in capsys.readouterr().out
     for line in read_lines(results) + read_lines(records):
         assert line["simulated_accept_length"] == 2.5
-    (runner,) = bench(TREE, "--output-len 4")
-    assert runner.simulated is None and "SIMULATED" not in capsys.readouterr().out
+    bench(TREE, "--output-len 4")
+    assert "SIMULATED" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
