@@ -28,6 +28,8 @@ class BeforeSum(NamedTuple):
 class ResidualLayer(Layer):
     """One that consists of residuals."""
 
+    in_programs = False  # these are all of it, and programs may compute them instead
+
     @abstractmethod
     def steps(self) -> tuple[Residual, ...]:
         """What ``forward`` adds, one after the other, unless a family overrides it."""
@@ -40,6 +42,8 @@ class ResidualLayer(Layer):
 
 class Block(ResidualLayer):
     """``hidden + mixer(norm(hidden))``, whose mixer may be an MLP or experts."""
+
+    in_programs = True
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -67,9 +71,6 @@ class Block(ResidualLayer):
 
     def steps(self) -> tuple[Residual, ...]:
         return (Residual(self.norm, self.mixer, self.total),)
-
-    def residuals(self) -> tuple[Residual, ...]:
-        return self.steps()
 
 
 class LayerNames(NamedTuple):

@@ -52,11 +52,6 @@ class Layer(nn.Module):
         """Launch kernels once that only some numbers of tokens need, so that none is compiled while
         serving."""
 
-    def residuals(self) -> tuple[Residual, ...]:
-        """What ``forward(hidden, ctx)`` of a decoder layer adds, one after the other, where that is
-        all and programs may compute it instead; else none."""
-        return ()
-
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         """What a rank holds of this layer's own tensors, by name, if the layer is split: it is then
         made again from the rank's config (parallel/shard.py). A tensor that is not named here is

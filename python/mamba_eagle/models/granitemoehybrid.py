@@ -29,15 +29,15 @@ class GraniteLayer(PreNormLayer):
         super().__init__(config, layer)
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
         self.has_experts = config.moe is not None
+        self.in_programs = not self.has_experts
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, config.hidden_size)
 
     def new_mlp(self, config: ModelConfig, layer: int) -> PackedGatedMLP:
         return PackedGatedMLP(config.hidden_size, config.intermediate_size)
 
-    def residuals(self) -> tuple[Residual, ...]:
-        scale = self.residual_multiplier
-        return () if self.has_experts else tuple(s._replace(scale=scale) for s in self.steps())
+    def steps(self) -> tuple[Residual, ...]:
+        return tuple(s._replace(scale=self.residual_multiplier) for s in super().steps())
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         norm, mixer, mlp_norm, mlp = self.parts

@@ -76,12 +76,12 @@ class OlmoDeltaNet(GatedDeltaNet):
 class OlmoDeltaLayer(PreNormLayer):
     names = LayerNames(recurrent="linear_attn")
     recurrent = OlmoDeltaNet
-
-    def residuals(self) -> tuple[Residual, ...]:
-        return self.steps()
+    in_programs = True
 
 
 class OlmoAttentionLayer(ResidualLayer):
+    in_programs = True
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
@@ -99,9 +99,6 @@ class OlmoAttentionLayer(ResidualLayer):
             Residual(None, self.self_attn, self.total, after=self.post_attention_layernorm),
             Residual(None, *mlp, takes_context=False, after=self.post_feedforward_layernorm),
         )
-
-    def residuals(self) -> tuple[Residual, ...]:
-        return self.steps()
 
 
 class OlmoHybridForCausalLM(CausalLM):

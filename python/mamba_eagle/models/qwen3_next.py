@@ -11,7 +11,6 @@ from torch import Tensor
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
-from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.moe import GatedSharedMoE
 from mamba_eagle.layers.norm import keep_exact
@@ -105,13 +104,11 @@ class QwenLayer(PreNormLayer):
     names = LayerNames(recurrent="linear_attn")
     attention, experts = GatedAttention, GatedSharedMoE
     recurrent: ClassVar[type[QwenDeltaNet]] = JoinedDeltaNet
+    in_programs = True
 
     def is_sparse(self, config: ModelConfig, layer: int) -> bool:
         step = config.raw.get("decoder_sparse_step", 1)
         return layer not in config.raw.get("mlp_only_layers", ()) and (layer + 1) % step == 0
-
-    def residuals(self) -> tuple[Residual, ...]:
-        return self.steps()
 
 
 def qwen_place(name: str) -> Target | None:

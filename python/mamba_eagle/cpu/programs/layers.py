@@ -25,6 +25,7 @@ from mamba_eagle.cpu.weights import Mixer, layer_weights
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block import ResidualLayer
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.layer import Residual
@@ -399,13 +400,9 @@ def parts_of(
 
 def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:
     """What the layers consist of; [] if one of them does not say."""
-    steps: list[Residual] = []
-    for layer in layers:
-        own = layer.residuals() if hasattr(layer, "residuals") else ()
-        if not own:
-            return []
-        steps += own
-    return steps
+    if not all(isinstance(layer, ResidualLayer) and layer.in_programs for layer in layers):
+        return []
+    return [step for layer in layers for step in layer.steps()]
 
 
 def residuals_of(layers: Sequence[nn.Module], rotates: bool = False) -> list[Residual] | None:
