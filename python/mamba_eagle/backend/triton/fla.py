@@ -1,9 +1,9 @@
 """Scans of prompts by fla-core, an optional package of Triton kernels in the chunked WY form.
 
 What a chunk's tokens do to each other is its, and what they read where our walk does not say it.
-Ours are what chunks are made of, in one launch and not eight, and the walk from state to state: the
-package's has no float32 states inside of a sequence, and a launch for each of 32 saved states made
-two thirds of a long prompt's time.
+Ours are what chunks are made of, in the convolution's launch and one of gates, not eight, and the
+walk from state to state: the package's has no float32 states inside of a sequence, and a launch for
+each of 32 saved states made two thirds of a long prompt's time.
 """
 
 import sys
