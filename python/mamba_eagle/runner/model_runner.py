@@ -237,7 +237,8 @@ class ModelRunner:
             self.steps.close()
             self.prompts.graphs.close()
             self.steps = self.make_steps(GraphedSteps)
-            self.prompts.graphs.capture(self.config.max_running_requests)
+            most = self.config.chunked_prefill_size or self.backend.place.prompt_tokens
+            self.prompts.graphs.capture(self.config.max_running_requests, most)
 
     @torch.inference_mode()
     def make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # imported late, parts of it would see the torch.cuda that tests replace
 from adapter_rig import write_adapter
 from grammar_rig import constrain, plain_choices, under
+from peer_models import make_peer
 from runner_harness import (
     Engine,
     Settings,
@@ -175,6 +176,29 @@ def test_captured_prompts_read_adapters(
     assert found[0] == found[1]
     assert found[0][0] != found[0][4] != found[0][6], "adapters change texts"
     assert used == [(32, True), (32, True), (32, False), (12, True), (12, False)]
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    make_peer("nemotron-3-nano").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_with_experts_larger_passes_are_captured(
+    tiny: Tiny, mixture: Path, graphed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as a pass may be. Filled up, they give what kernels launched one by one do."""
+    sizes, outputs = [], []
+    for model, larger in ((tiny.model, (40, 90)), (mixture, (40, 90)), (mixture, ())):
+        monkeypatch.setattr(prompt_graphs, "SIZES", (8,))
+        monkeypatch.setattr(prompt_graphs, "LARGER_SIZES", larger)
+        engine = Engine(model, None, SETTINGS["none"], chunked_prefill_size=64)
+        live = engine.start(random_prompt(30, 1), greedy(5))
+        engine.finish([live])
+        sizes.append([each.size for each in engine.runner.prompts.graphs.passes])
+        outputs.append(live.output)
+    assert sizes == [[8], [40, 8], [8]]
+    assert outputs[1] == outputs[2]
 
 
 class Unhurried(Timestamp):
