@@ -46,7 +46,7 @@ class CudaOps(LayerOps):
 
     def in_branches(self, large: Callable[[], Tensor], small: Callable[[], Tensor]) -> Pair:
         """As two branches of a graph; outside of one, a second stream costs more than it saves."""
-        if not torch.cuda.is_current_stream_capturing():
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return super().in_branches(large, small)
         first = torch.cuda.current_stream()
         second = _second_stream(first.device_index)
