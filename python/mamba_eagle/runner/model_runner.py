@@ -18,6 +18,7 @@ from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Drafted, EagerRun, EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode
+from mamba_eagle.runner.steps.prompt_graphs import LEAST_FREE
 from mamba_eagle.runner.steps.prompts import PromptRunner
 from mamba_eagle.runner.tiers.copies import StepCopies, TierCopies
 from mamba_eagle.runner.turns import Begun, Turns, draftable
@@ -237,8 +238,10 @@ class ModelRunner:
             self.steps.close()
             self.prompts.graphs.close()
             self.steps = self.make_steps(GraphedSteps)
-            most = self.config.chunked_prefill_size or self.backend.place.prompt_tokens
-            self.prompts.graphs.capture(self.config.max_running_requests, most)
+            place, graphs = self.backend.place, self.prompts.graphs
+            most = self.config.chunked_prefill_size or place.prompt_tokens
+            [free] = self.parts.ranks.smallest([place.memory().free])
+            graphs.capture(self.config.max_running_requests, most if free > LEAST_FREE else 0)
 
     @torch.inference_mode()
     def make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:

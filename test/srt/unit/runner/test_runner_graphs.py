@@ -33,7 +33,7 @@ from mamba_eagle.backend.place import Host, Timestamp
 from mamba_eagle.core import PLAIN
 from mamba_eagle.cpu.backend import CpuBackend
 from mamba_eagle.drafting.waiting import MAX_WITHOUT_ROWS
-from mamba_eagle.runner import assemble, loading, masks_ahead
+from mamba_eagle.runner import assemble, loading, masks_ahead, model_runner
 from mamba_eagle.runner.steps import graphs, prompt_graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
@@ -189,6 +189,7 @@ def test_with_experts_larger_passes_are_captured(
 ) -> None:
     """As large as a pass may be. Filled up, they give what kernels launched one by one do."""
     sizes, outputs = [], []
+    monkeypatch.setattr(model_runner, "LEAST_FREE", 0)
     for model, larger in ((tiny.model, (40, 90)), (mixture, (40, 90)), (mixture, ())):
         monkeypatch.setattr(prompt_graphs, "SIZES", (8,))
         monkeypatch.setattr(prompt_graphs, "LARGER_SIZES", larger)
@@ -199,6 +200,10 @@ def test_with_experts_larger_passes_are_captured(
         outputs.append(live.output)
     assert sizes == [[8], [40, 8], [8]]
     assert outputs[1] == outputs[2]
+    monkeypatch.setattr(model_runner, "LEAST_FREE", 1 << 62)
+    monkeypatch.setattr(prompt_graphs, "LARGER_SIZES", (40,))
+    engine = Engine(mixture, None, SETTINGS["none"])
+    assert [each.size for each in engine.runner.prompts.graphs.passes] == [8], "memory is short"
 
 
 class Unhurried(Timestamp):
