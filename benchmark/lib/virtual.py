@@ -26,12 +26,11 @@ from mamba_eagle.bench.client import Body
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import (
-    DecodeResult,
     Generate,
     Plan,
-    PrefillResult,
     Ready,
     RequestOutput,
+    RequestResult,
     StepResult,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -207,11 +206,11 @@ class VirtualRunner:
         for item in plan.prefill:
             if item.first is not None:
                 self._left[item.slot] = item.first.sampling.max_new_tokens
-            made = self._make(item.slot, 1 if item.is_last else 0)
-            result.prefill.append(PrefillResult(token=made[0] if made else -1))
+            tokens = self._make(item.slot, 1 if item.is_last else 0)
+            result.prefill.append(RequestResult(tokens=tokens))
         for slot in plan.decode.slots if plan.decode is not None else []:
             tokens = self._make(slot, self.costs.tokens)
-            result.decode.append(DecodeResult(tokens=tokens, nodes=[*range(len(tokens))]))
+            result.decode.append(RequestResult(tokens=tokens, nodes=[*range(len(tokens))]))
         return result
 
     def _make(self, slot: int, most: int) -> list[int]:

@@ -612,33 +612,28 @@ class Ready(Message):
     tiers: TierSizes = TierSizes()
 
 
-class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The result of a prompt chunk."""
+class RequestResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a step has made for one request, of a chunk of its prompt or of its tree.
 
-    token: int = -1  # first output token after the last chunk; -1: none, or none could be sampled
-    logprob: TokenLogprob | None = None  # of ``token``, if requested
-    input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
-    problem: str = ""  # what the request's grammar says if none could be sampled
-    embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
-    experts: bytes = b""  # of the chunk's tokens, if requested, as in RoutedExperts
-    hidden: list[bytes] = []  # of the last chunk's last token, if requested, as in RequestOutput
-
-
-class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The accepted path: its ``nodes``, and as many new ``tokens``.
-
-    Both are already cut after a stop token and at max_new_tokens. Both are empty if the request
-    had ended in the previous step, or if no token could be sampled: the scheduler then fails it.
+    ``tokens`` are already cut after a stop token and at max_new_tokens. There is at most one after
+    a prompt's last chunk, and none after the others; of a tree there are as many as ``nodes``. Both
+    are empty if the request had ended in the previous step, or if no token could be sampled: the
+    scheduler then fails it.
     """
 
     tokens: list[int] = []
-    nodes: list[int] = []  # tree nodes on the accepted path, the root (0) first
-    folded: int = 0  # position of the state in the request's state slot after this step
     logprobs: list[TokenLogprob] = []  # one per token, if requested
-    trace: StepTrace | None = None  # if requested
-    experts: bytes = b""  # of the accepted nodes, if requested, as in RoutedExperts
-    hidden: list[bytes] = []  # one per node, if requested, as in RequestOutput
     problem: str = ""  # what the request's grammar says if no token could be sampled
+    experts: bytes = b""  # of the chunk or the accepted nodes, if requested, as in RoutedExperts
+    # if requested, as in RequestOutput: of the last chunk's last token, or one per node
+    hidden: list[bytes] = []
+    # of a chunk
+    input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
+    embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
+    # of a tree
+    nodes: list[int] = []  # those on the accepted path, the root (0) first
+    folded: int = 0  # position of the state in the request's state slot after this step
+    trace: StepTrace | None = None  # if requested
 
 
 class GrammarCompiled(Message):
@@ -658,8 +653,8 @@ class StepResult(Message):
     """Answers a Plan; lists are in the plan's order."""
 
     step: int
-    prefill: list[PrefillResult] = []
-    decode: list[DecodeResult] = []
+    prefill: list[RequestResult] = []
+    decode: list[RequestResult] = []
     seconds: float = 0.0  # the runner's time for the whole step
     decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting; 0: none was
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one

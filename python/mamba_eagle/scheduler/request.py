@@ -1,14 +1,13 @@
 """A request as the scheduler sees it: its tokens, what it holds, and how far it has come."""
 
 import time
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
-from mamba_eagle.message import Generate, RequestOutput, RoutedExperts, StepTrace, TokenLogprob
+from mamba_eagle.message import Generate, RequestOutput, RequestResult, RoutedExperts
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.adapters import Adapter
 from mamba_eagle.scheduler.estimates import RequestDrafts
@@ -184,24 +183,19 @@ class Request:
         elif self.num_output >= self.sampling.max_new_tokens:
             self.finish = FinishReason(kind="length", length=self.num_output)
 
-    def output(
-        self,
-        token_ids: list[int] | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-        trace: StepTrace | None = None,
-        hidden: Sequence[bytes] = (),
-    ) -> RequestOutput:
+    def output(self, made: RequestResult | None = None) -> RequestOutput:
         """What the client gets now; logprobs and embedding of the prompt go with the first
         call."""
+        made = made or RequestResult()
         told = self.news
         counts = list(told.accept_histogram)
         self.news = replace(
             told, accept_histogram=counts, input_logprobs=[], embedding=b"", experts=[]
         )
-        told.token_ids, told.finish, told.trace = token_ids or [], self.finish, trace
+        told.token_ids, told.finish, told.trace = made.tokens, self.finish, made.trace
         told.completion_tokens, told.retractions = self.num_output, self.retractions
-        told.logprobs = (logprobs or []) if self.asked.return_logprob else []
-        told.hidden = list(hidden)
+        told.logprobs = made.logprobs if self.asked.return_logprob else []
+        told.hidden = made.hidden
         return told
 
 

@@ -57,8 +57,7 @@ class StepResults:
                     if self._shape.nodes > 1:
                         request.count_step(len(walk.tokens) - 1, plan.choice.shape.depth)
                     request.took_experts(len(request.tokens) - 1, len(walk.nodes), walk.experts)
-                    told = (walk.logprobs, walk.trace, walk.hidden)
-                    outputs.append(self._accept(request, walk.tokens, *told))
+                    outputs.append(self._accept(request, walk))
         if outcomes:
             # If the next plan arrived in time, the runner waited only for messages, which is a cost
             # of every step. Longer pauses are not the step's.
@@ -67,7 +66,7 @@ class StepResults:
         return outputs
 
     def _take_prefill(
-        self, request: Request, item: message.PrefillItem, result: message.PrefillResult
+        self, request: Request, item: message.PrefillItem, result: message.RequestResult
     ) -> list[message.RequestOutput]:
         """An output if the chunk was the prompt's last, or if its result cannot be."""
         request.plans_in_flight -= 1
@@ -82,11 +81,10 @@ class StepResults:
             return []
         request.news.embedding = result.embedding
         if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
-            return [self._accept(request, [], [], None, result.hidden)]
-        logprobs = [result.logprob] if result.logprob is not None else []
-        return [self._accept(request, [result.token], logprobs, None, result.hidden)]
+            result.tokens, result.logprobs = [], []
+        return [self._accept(request, result)]
 
-    def _settle(self, request: Request, tree: Sequence[int], walk: message.DecodeResult) -> str:
+    def _settle(self, request: Request, tree: Sequence[int], walk: message.RequestResult) -> str:
         """Books the nodes that a request accepted. Returns what is wrong with the result, if
         anything: then it has accepted none."""
         held = request.held
@@ -97,18 +95,11 @@ class StepResults:
         self._slots.settle(held, tree, [] if problem else walk.nodes, walk.folded)
         return problem
 
-    def _accept(
-        self,
-        request: Request,
-        tokens: list[int],
-        logprobs: list[message.TokenLogprob],
-        trace: message.StepTrace | None,
-        hidden: list[bytes],
-    ) -> message.RequestOutput:
-        request.accept(tokens)
+    def _accept(self, request: Request, made: message.RequestResult) -> message.RequestOutput:
+        request.accept(made.tokens)
         if request.finish is not None:
             self._forget(request)
-        return request.output(tokens, logprobs, trace, hidden)
+        return request.output(made)
 
     def fail(self, request: Request, problem: str, in_grammar: str) -> message.RequestOutput:
         """The runner's result cannot be: this request ends with an error of its own.
@@ -126,7 +117,7 @@ class StepResults:
 
 
 def prefill_problem(
-    request: Request, item: message.PrefillItem, result: message.PrefillResult, vocab_size: int
+    request: Request, item: message.PrefillItem, result: message.RequestResult, vocab_size: int
 ) -> str:
     """What is wrong with the result of one chunk of a prompt; "" if nothing."""
     end, start = item.start + len(item.token_ids), item.logprob_start
@@ -137,13 +128,15 @@ def prefill_problem(
         return f"the runner returned {len(result.embedding)} bytes of an embedding"
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""
-    if result.token < 0:
+    if not result.tokens:
         return _no_token(result.problem)
-    return _token_problem(request, [result.token], vocab_size)
+    if len(result.tokens) > 1:
+        return f"the runner returned tokens {shown(result.tokens)} after a prompt"
+    return _token_problem(request, result.tokens, vocab_size)
 
 
 def decode_problem(
-    request: Request, result: message.DecodeResult, tree: Sequence[int], vocab_size: int
+    request: Request, result: message.RequestResult, tree: Sequence[int], vocab_size: int
 ) -> str:
     """What is wrong with a decode step's result for one request; "" if nothing.
 

@@ -24,15 +24,14 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
     DecodeBatch,
-    DecodeResult,
     FirstChunk,
     Generate,
     JournalPart,
     Plan,
     PrefillItem,
-    PrefillResult,
     Ready,
     RequestOutput,
+    RequestResult,
     StepResult,
     StepTrace,
     TokenLogprob,
@@ -94,7 +93,7 @@ class Slot:
         return len(self.tokens) - self.output_start
 
 
-Spoil = Callable[[DecodeResult, Slot], None]
+Spoil = Callable[[RequestResult, Slot], None]
 
 
 class Fault(NamedTuple):
@@ -104,38 +103,38 @@ class Fault(NamedTuple):
     spoil: Spoil
 
 
-def no_token(result: DecodeResult, slot: Slot) -> None:
+def no_token(result: RequestResult, slot: Slot) -> None:
     """The runner's result if the logits are not finite, or all tokens are banned."""
     result.tokens, result.nodes, result.logprobs = [], [], []
 
 
-def outside_the_vocabulary(result: DecodeResult, slot: Slot) -> None:
+def outside_the_vocabulary(result: RequestResult, slot: Slot) -> None:
     result.tokens[-1] = VOCAB
 
 
-def more_tokens_than_nodes(result: DecodeResult, slot: Slot) -> None:
+def more_tokens_than_nodes(result: RequestResult, slot: Slot) -> None:
     result.tokens = result.tokens + [1] * 100
 
 
-def more_nodes_than_the_tree_has(result: DecodeResult, slot: Slot) -> None:
+def more_nodes_than_the_tree_has(result: RequestResult, slot: Slot) -> None:
     result.tokens = result.tokens + [1] * 100
     result.nodes = [*range(len(result.tokens))]
 
 
-def the_root_twice(result: DecodeResult, slot: Slot) -> None:
+def the_root_twice(result: RequestResult, slot: Slot) -> None:
     result.nodes, result.tokens = [0, 0], [result.tokens[0], 1]
 
 
-def no_logprobs(result: DecodeResult, slot: Slot) -> None:
+def no_logprobs(result: RequestResult, slot: Slot) -> None:
     result.logprobs = []
 
 
-def stops_too_early(result: DecodeResult, slot: Slot) -> None:
+def stops_too_early(result: RequestResult, slot: Slot) -> None:
     result.tokens[-1] = EOS
     slot.ended = True
 
 
-def goes_on_after_a_stop(result: DecodeResult, slot: Slot) -> None:
+def goes_on_after_a_stop(result: RequestResult, slot: Slot) -> None:
     result.nodes, result.tokens = [0, 1], [EOS, 1]
     result.logprobs = result.logprobs[:1] * 2
 
@@ -194,7 +193,7 @@ class FakeRunner:
         seconds = 1.0 + noise("seconds", plan.step) % 4 / 10  # no shape is clearly the best
         return StepResult(step=plan.step, prefill=prefill, decode=decode, decode_seconds=seconds)
 
-    def begin(self, plan: Plan) -> list[PrefillResult]:
+    def begin(self, plan: Plan) -> list[RequestResult]:
         """All but what depends on the tokens that the target takes."""
         assert plan.step == self.last_step + 1, "plans must be numbered in order"
         self.last_step = plan.step
@@ -288,7 +287,7 @@ class FakeRunner:
         state = self.state_slots[slot.state_slot]
         assert state == tuple(slot.tokens[: slot.folded]), "S0 is not the request's own"
 
-    def _prefill(self, item: PrefillItem) -> PrefillResult:
+    def _prefill(self, item: PrefillItem) -> RequestResult:
         assert len(item.token_ids) == len(item.kv_slots) > 0
         if item.first is not None:
             slot = self._start(item, item.first)
@@ -317,7 +316,7 @@ class FakeRunner:
             self.state_slots[save.state_slot] = tuple(slot.tokens[: save.position])
         slot.folded = end
         self.state_slots[slot.state_slot] = tuple(slot.tokens)
-        result = PrefillResult()
+        result = RequestResult()
         if item.logprob_start >= 0:
             assert item.start <= item.logprob_start < end
             result.input_logprobs = [
@@ -328,14 +327,11 @@ class FakeRunner:
             result.embedding = embedding_of(slot.tokens) if slot.pooling else b""
             slot.decoding, slot.trail = True, item.trail
             if slot.sampling.max_new_tokens > 0:
-                first = DecodeResult(nodes=[0])
-                self._emit(slot, first)
-                self._spoil(slot, first, before=0)
-                result.token = first.tokens[0] if first.tokens else -1
-                result.logprob = first.logprobs[0] if first.logprobs else None
+                self._emit(slot, result)
+                self._spoil(slot, result, before=0)
             else:
                 slot.ended = True
-                result.token = 3
+                result.tokens = [3]
         return result
 
     def _start(self, item: PrefillItem, first: FirstChunk) -> Slot:
@@ -372,7 +368,7 @@ class FakeRunner:
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────
 
-    def _emit(self, slot: Slot, result: DecodeResult) -> None:
+    def _emit(self, slot: Slot, result: RequestResult) -> None:
         token = next_token(tuple(slot.tokens), slot.sampling, slot.num_output)
         if slot.logprobs:
             result.logprobs.append(TokenLogprob(token, -float(len(slot.tokens))))
@@ -381,7 +377,7 @@ class FakeRunner:
         is_stop = token in slot.sampling.stop_tokens((EOS,))
         slot.ended = is_stop or slot.num_output >= slot.sampling.max_new_tokens
 
-    def _spoil(self, slot: Slot, result: DecodeResult, before: int) -> None:
+    def _spoil(self, slot: Slot, result: RequestResult, before: int) -> None:
         """Spoil the result if a fault applies. before: output tokens before this step."""
         fault = self.faults.get(slot.sampling.seed)
         if fault is not None and before >= fault.after:
@@ -398,24 +394,24 @@ class FakeRunner:
                 self.kv[kv] = None  # rejected drafts are garbage
             self._check(self.slots[slot])
 
-    def commit(self, batch: DecodeBatch) -> list[DecodeResult]:
+    def commit(self, batch: DecodeBatch) -> list[RequestResult]:
         """Of a step that has begun."""
         return [
             self._walk(self.slots[slot], batch, kv) for slot, kv in zip(batch.slots, batch.kv_slots)
         ]
 
-    def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> DecodeResult:
+    def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> RequestResult:
         """Accept a path of the tree that depends on the prefix and seed alone."""
         assert all(self.kv[kv] is None for kv in kv_slots), "a step has lost its nodes"
         self._check(slot)
         if slot.ended:
-            return DecodeResult(folded=slot.folded)
+            return RequestResult(folded=slot.folded)
         rng = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
         drafts = rng.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
         drafts *= self.drafts_accepted
         path = [0, *sorted(rng.sample(range(1, batch.shape.nodes), drafts))]
         root, before = slot.tokens[-1], slot.num_output
-        result = DecodeResult()
+        result = RequestResult()
         for node in path:
             self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
             slot.table.append(kv_slots[node])
@@ -434,7 +430,7 @@ class FakeRunner:
         self._spoil(slot, result, before)
         return result
 
-    def _trace(self, root: int, num_nodes: int, walk: DecodeResult) -> StepTrace:
+    def _trace(self, root: int, num_nodes: int, walk: RequestResult) -> StepTrace:
         """A star of invalid tokens, with the accepted path."""
         tokens, parents = [root] + [-1] * (num_nodes - 1), [0] * num_nodes
         for parent, node, token in zip(walk.nodes, walk.nodes[1:], walk.tokens):
@@ -450,7 +446,7 @@ class EarlierStage(FakeRunner):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
         self.begun: deque[Plan] = deque()
-        self.answers: dict[int, list[DecodeResult]] = {}  # by step
+        self.answers: dict[int, list[RequestResult]] = {}  # by step
         self.most_begun = 0
 
     def take(self, plan: Plan) -> None:
@@ -489,7 +485,7 @@ class Server:
             each.needs_history = needs_history(config.speculative_algorithm)
         self.rng = rng
         self.plans: deque[Plan] = deque()
-        self.answers: dict[int, list[DecodeResult]] = {}  # by step
+        self.answers: dict[int, list[RequestResult]] = {}  # by step
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}

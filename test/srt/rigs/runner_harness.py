@@ -26,11 +26,11 @@ from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
     DecodeBatch,
-    DecodeResult,
     FirstChunk,
     Plan,
     PrefillItem,
     Release,
+    RequestResult,
     StateSave,
     StepResult,
     TokenLogprob,
@@ -143,7 +143,7 @@ class Live:
     kv: list[int]  # KV slots of the processed tokens
     folded: int = 0
     asks: dict[str, Any] = field(default_factory=dict)  # options, such as return_logprob
-    steps: list[DecodeResult] = field(default_factory=list)
+    steps: list[RequestResult] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -328,9 +328,8 @@ class Engine:
         live.input_logprobs += result.input_logprobs
         if item.is_last:
             live.embedding = result.embedding
-            live.tokens.append(result.token)
-            if result.logprob is not None:
-                live.logprobs.append(result.logprob)
+            live.tokens += result.tokens or [-1]  # it may be decoded on
+            live.logprobs += result.logprobs
 
     def prefill(self, live: Live, cuts: tuple[int, ...] = (), saves: tuple[int, ...] = ()) -> Live:
         """Process the whole prompt, with one plan for each part between ``cuts``."""

@@ -359,8 +359,8 @@ class Answer(NamedTuple):
 
 def paths(result: StepResult) -> Any:
     """What all stages know of a result."""
-    decoded = [(each.tokens, each.nodes, each.folded) for each in result.decode]
-    return [each.token for each in result.prefill], decoded
+    both = (result.prefill, result.decode)
+    return [[(each.tokens, each.nodes, each.folded) for each in part] for part in both]
 
 
 def comparable(result: StepResult) -> Any:

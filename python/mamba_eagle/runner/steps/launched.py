@@ -9,7 +9,7 @@ from torch import Tensor
 from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.programs import Committed, Verified
-from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
+from mamba_eagle.message import DecodeBatch, RequestResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill, as_bytes, output_logprobs
@@ -56,11 +56,11 @@ class PendingDecode:
         if any(self.traced):
             self.tree = Tree(*(place.to_host(part) for part in verified.tree))
 
-    def read(self) -> list[DecodeResult]:
+    def read(self) -> list[RequestResult]:
         """Results in the batch's order; call it only once the device is done."""
         results = []
         for i, (n, folded, tokens, nodes) in enumerate(self._numbers()):
-            result = DecodeResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
+            result = RequestResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
             if not n:
                 result.problem = self.marks.problems.get(i, "")
             if n and i in self.logprobs:
@@ -83,7 +83,7 @@ class PendingDecode:
         return ((n, folded, path[:width], path[width:]) for n, folded, *path in rows)
 
 
-def step_trace(tree: Tree, index: int, result: DecodeResult, refused: list[int]) -> StepTrace:
+def step_trace(tree: Tree, index: int, result: RequestResult, refused: list[int]) -> StepTrace:
     """The tree of request ``index`` and its accepted path, for requests that ask for a trace."""
     return StepTrace(
         tokens=tree.tokens[index].tolist(),

@@ -18,7 +18,7 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, prompt_of, start_finished
 from mamba_eagle.backend.token_ops import TokenLogprobs
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
-from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
+from mamba_eagle.message import PrefillItem, RequestResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import Scored
@@ -86,23 +86,23 @@ class PendingPrefill:
     finished: Sequence[PrefillPart] = ()
     features: Tensor | None = None
 
-    def read(self) -> list[PrefillResult]:
+    def read(self) -> list[RequestResult]:
         """Results in the items' order; call it only once the device is done."""
         tokens = iter([] if self.first_tokens is None else self.first_tokens.tolist())
         results, finished = [], 0
         for i, item in enumerate(self.items):
-            result = PrefillResult()
+            result = RequestResult()
             if i in self.input_logprobs:
                 result.input_logprobs = self.input_logprobs[i].read()
                 if max(item.logprob_start, item.start) == 0 and result.input_logprobs:
                     first = result.input_logprobs[0]
                     result.input_logprobs[0] = TokenLogprob(first.token_id, None)
             if item.is_last:
-                result.token = next(tokens)
-                if result.token == NO_TOKEN:
+                result.tokens = [token for token in (next(tokens),) if token != NO_TOKEN]
+                if not result.tokens:
                     result.problem = self.marks.problems.get(finished, "")
-                if finished in self.first_logprobs:
-                    result.logprob = self.first_logprobs[finished].read()[0]
+                elif finished in self.first_logprobs:
+                    result.logprobs = self.first_logprobs[finished].read()
                 if finished in self.hidden:
                     result.hidden = [as_bytes(self.hidden[finished])]
                 finished += 1

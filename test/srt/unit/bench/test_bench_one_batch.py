@@ -16,7 +16,7 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.gsm8k import synthetic_prompts
-from mamba_eagle.message import DecodeResult, Plan, PrefillResult, Ready, StepResult
+from mamba_eagle.message import Plan, Ready, RequestResult, StepResult
 
 SECONDS = 0.25  # of every step
 VOCABULARY = 10**5
@@ -84,7 +84,7 @@ class CountingRunner:
         assert not any(new & held for held in self.held.values())
         self.held.setdefault(slot, set()).update(new)
 
-    def prefill(self, item) -> PrefillResult:
+    def prefill(self, item) -> RequestResult:
         if item.is_first:
             assert item.start == 0 and item.source == -1 and item.slot not in self.made
             self.prompt[item.slot] = []
@@ -96,14 +96,14 @@ class CountingRunner:
         assert len(item.kv_slots) == len(item.token_ids)
         self.take(item.slot, item.kv_slots)
         if not item.is_last:
-            return PrefillResult()
+            return RequestResult()
         self.made[item.slot] = 1
-        return PrefillResult(token=self.first(item))
+        return RequestResult(tokens=[self.first(item)])
 
     def first(self, item) -> int:
         return 1000 * ((self.prompt.get(item.slot) or item.token_ids)[0] % 99)
 
-    def decode(self, batch) -> list[DecodeResult]:
+    def decode(self, batch) -> list[RequestResult]:
         results = []
         for slot, kv_slots in zip(batch.slots, batch.kv_slots):
             assert len(kv_slots) == batch.shape.nodes
@@ -116,7 +116,7 @@ class CountingRunner:
             self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
             first = 1000 * (self.prompt[slot][0] % 99) + self.made[slot]
             self.made[slot] += accepted
-            results.append(DecodeResult(tokens=list(range(first, first + accepted)), nodes=nodes))
+            results.append(RequestResult(tokens=list(range(first, first + accepted)), nodes=nodes))
         return results
 
 

@@ -524,7 +524,7 @@ def test_12_a_grammar_that_fails_ends_its_request_alone(
         bad = engine.admit(random_prompt(6, 2), SamplingParams(grammar='{"grammars": [{}]}'))
         item = engine.chunk(bad, len(bad.tokens))
         result = engine.execute(prefill=[item], decode=[good]).prefill[0]
-        assert result.token == NO_TOKEN and result.problem
+        assert not result.tokens and result.problem
         engine.finish([good])
         engine.release(good)
         engine.release(bad)

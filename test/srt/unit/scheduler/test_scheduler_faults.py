@@ -12,7 +12,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, Fault, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, SamplingParams
-from mamba_eagle.message import DecodeResult, Generate, PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.message import Generate, PrefillItem, RequestResult, TokenLogprob
 from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.step_results import decode_problem, prefill_problem
@@ -129,28 +129,29 @@ def request(**sampling) -> Request:
     ],
 )
 def test_what_a_decode_step_cannot_return(tokens, nodes, problem):
-    found = decode_problem(request(), DecodeResult(tokens=tokens, nodes=nodes), [*range(6)], VOCAB)
+    found = decode_problem(request(), RequestResult(tokens=tokens, nodes=nodes), [*range(6)], VOCAB)
     assert (found == "") == (problem == "")
     assert re.search(problem, found), found
 
 
 @pytest.mark.parametrize(
-    "token, logprobs, problem",
+    "tokens, logprobs, problem",
     [
-        (1, 3, ""),
-        (-1, 3, "no token"),
-        (50, 3, r"tokens \[50\], not all"),
-        (EOS, 3, "stopped after 1 output tokens, but min_new_tokens is 3"),
-        (1, 0, "0 logprobs for 3 prompt tokens"),
-        (1, 4, "4 logprobs for 3 prompt tokens"),
+        ([1], 3, ""),
+        ([], 3, "no token"),
+        ([1, 2], 3, r"tokens \[1, 2\] after a prompt"),
+        ([50], 3, r"tokens \[50\], not all"),
+        ([EOS], 3, "stopped after 1 output tokens, but min_new_tokens is 3"),
+        ([1], 0, "0 logprobs for 3 prompt tokens"),
+        ([1], 4, "4 logprobs for 3 prompt tokens"),
     ],
 )
-def test_what_a_prompt_cannot_return(token, logprobs, problem):
+def test_what_a_prompt_cannot_return(tokens, logprobs, problem):
     item = PrefillItem(
         slot=0, state_slot=0, start=4, token_ids=indices([1, 2, 3, 4]), kv_slots=indices(range(4))
     )
     item.logprob_start = 5
-    result = PrefillResult(token=token, input_logprobs=[TokenLogprob(1, -1.0)] * logprobs)
+    result = RequestResult(tokens=tokens, input_logprobs=[TokenLogprob(1, -1.0)] * logprobs)
     asked = request()
     found = prefill_problem(asked, item, result, VOCAB)
     assert (found == "") == (problem == "")
