@@ -16,17 +16,17 @@ in cpu/prefill.py.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.backend.place import Place, zeros
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
-from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Inputs, Recurrent
 from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem
 from mamba_eagle.model_config import RecurrenceConfig
@@ -127,7 +127,16 @@ class SavedJournals:
         tokens, slots, rows = self.place.to_device(list(zip(*found)))
         return Places(tokens, slots, rows, runs)
 
-    def write(self, layer: Recurrent, places: Places, channels: Tensor, raw: Tensor) -> None:
+    def keep(self, ctx: PrefillContext, places: Places) -> None:
+        """The pass writes these rows as well."""
+        ctx.keep, ctx.kept = partial(self.write, places), partial(self._kept, places)
+
+    def _kept(self, places: Places, n: int) -> KeptInputs:
+        rows = places.tokens.new_full((n,), -1)
+        rows[places.tokens] = places.slots * self.size + places.rows
+        return KeptInputs(rows, self.conv_in, self.gates)
+
+    def write(self, places: Places, layer: Recurrent, channels: Tensor, raw: Tensor) -> None:
         """channels [n, conv_dim] before the convolution and raw gates [n, ·], of a pass."""
         at = (layer.index, places.slots, places.rows)
         self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
@@ -235,33 +244,6 @@ class SavedJournals:
     @property
     def num_bytes(self) -> int:
         return self.conv_in.nbytes + self.gates.nbytes + self.feature.nbytes
-
-
-class JournaledPrefill(ForwardContext):
-    """The context of a pass over prompt chunks that also writes rows to journal slots."""
-
-    def __init__(self, inner: PrefillContext, journals: SavedJournals, places: Places) -> None:
-        self.inner, self.journals, self.places = inner, journals, places
-
-    @property
-    def positions(self) -> Tensor:
-        return self.inner.positions
-
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return self.inner.run(layers, hidden, self, self._kept)
-
-    def _kept(self) -> KeptInputs:
-        journals, parts = self.journals, self.inner.parts
-        rows = self.places.tokens.new_full((sum(part.length for part in parts),), -1)
-        rows[self.places.tokens] = self.places.slots * journals.size + self.places.rows
-        return KeptInputs(rows, journals.conv_in, journals.gates)
-
-    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner.attention(layer, q, k, v)
-
-    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
-        self.journals.write(layer, self.places, channels, raw)
-        return self.inner.recur(layer, channels, raw)
 
 
 def journal_bytes(

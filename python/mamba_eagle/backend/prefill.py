@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
@@ -107,6 +107,9 @@ class PrefillContext(ForwardContext):
     """
 
     copies_states = False  # whether a state that a prompt starts from is copied to its own slot
+    # of a pass that writes rows to journal slots as well (``SavedJournals.keep``)
+    keep: Callable[[Recurrent, Tensor, Tensor], None] | None = None  # those of a layer
+    kept: Callable[[int], KeptInputs] | None = None  # of n tokens, where those of all layers go
 
     def __init__(
         self,
@@ -135,16 +138,13 @@ class PrefillContext(ForwardContext):
         saved = [(item.slot, item.start + tokens) for item, tokens in items]
         return self.pool.rounding.keys(*self.place.to_device(list(zip(*saved))))
 
-    def run(
-        self,
-        layers: Sequence[nn.Module],
-        hidden: Tensor,
-        ctx: ForwardContext | None = None,
-        kept: Callable[[], KeptInputs] | None = None,
-    ) -> Tensor | None:
-        """ctx, kept: of a context that wraps this one and keeps what is fed into recurrent
-        layers."""
-        return None
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        if self.keep is not None:
+            self.keep(layer, channels, raw)
+        return self._recur(layer, channels, raw)
+
+    def _recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"

@@ -1,7 +1,7 @@
 """Prompt chunks on a CPU in float32, of all requests at a time: layers as programs, or one by one
 with a few calls of kernels each; and what is replayed of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,11 @@ from mamba_eagle.backend.attention import NewTokenAttention
 from mamba_eagle.backend.journals import Places, SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
-from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.cpu.ops.tree_verify import replay
 from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables, recur_alone
 from mamba_eagle.cpu.weights import Mixer, layer_weights, step_sizes_of
 from mamba_eagle.kernels.prefill_plan import prefill_plan
-from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.message import JournalPart
 
 
@@ -38,17 +37,11 @@ class CpuPrefillContext(PrefillContext):
             requests, segments = plan.requests.numpy(), plan.segments.numpy()
             self.tables = PromptTables(tokens_of(requests, segments), requests, segments)
 
-    def run(
-        self,
-        layers: Sequence[nn.Module],
-        hidden: Tensor,
-        ctx: ForwardContext | None = None,
-        kept: Callable[[], KeptInputs] | None = None,
-    ) -> Tensor | None:
-        rows = kept() if kept is not None else None
-        return self.programs.run(layers, hidden, ctx or self, self.pool, self.tables, rows)
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        rows = self.kept(len(hidden)) if self.kept is not None else None
+        return self.programs.run(layers, hidden, self, self.pool, self.tables, rows)
 
-    def recur(self, layer: Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _recur(self, layer: Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
         return recur_alone(layer, xbc, dt, self.pool, self.tables)
 
@@ -62,7 +55,7 @@ class CpuJournals(SavedJournals):
     than twice as long.
     """
 
-    def write(self, layer: Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
+    def write(self, places: Places, layer: Mixer, xbc: Tensor, dt: Tensor) -> None:
         for token, slot, row, count in places.runs:
             self.conv_in[layer.index, slot, row : row + count] = xbc[token : token + count]
         steps, _ = step_sizes_of(layer, dt[places.tokens])

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton_rig import tree_layout
 from verify_rig import HIDDEN, path_to, random_mixer, random_tree, truncated
 
-from mamba_eagle.backend.journals import JournaledPrefill
 from mamba_eagle.backend.place import Cuda
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import prefill_parts
@@ -285,7 +284,7 @@ class Glue:
         if journal is not None:
             places = self.journals.places(parts)
             assert places is not None
-            context = JournaledPrefill(context, self.journals, places)
+            self.journals.keep(context, places)
         given = zip(self.layers, self.inputs)
         return [context.recur(layer, *(part[start:end] for part in own)) for layer, own in given]
 

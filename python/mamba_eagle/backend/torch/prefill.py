@@ -25,7 +25,7 @@ class TorchPrefillContext(PrefillContext):
         keys = self.round_keys([(number, tokens) for tokens, _ in saves])
         return [None] * len(saves) if keys is None else keys.split(1)
 
-    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+    def _recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         gates = layer.gates(raw)
         outputs = []
         for part, keys in zip(self.parts, self.keys):

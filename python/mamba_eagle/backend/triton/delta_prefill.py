@@ -193,7 +193,7 @@ class DeltaPrefillContext(PlannedPrefill):
     def fixed(self, tokens: int, requests: int) -> None:
         return None  # the host divides each prompt into stretches
 
-    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+    def _recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         assert isinstance(layer, DeltaRule)
         pool, i = self.pool, layer.index
         convolved = self.scan.convolved(layer, channels, pool.conv[i], self.plan)

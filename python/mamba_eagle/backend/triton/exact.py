@@ -60,7 +60,7 @@ class ExactRows(TritonDeferred):
 
 
 class ExactPrefillContext(PlannedPrefill):
-    def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
         return scan(x, dt, weights.A, B, C, skip_weights(layer), self.pool.ssm[i], self.plan)

@@ -47,7 +47,7 @@ def _scanned(
 
 
 class ExactDeltaPrefill(PlannedPrefill):
-    def recur(self, layer: Any, channels: Tensor, raw: Tensor) -> Tensor:
+    def _recur(self, layer: Any, channels: Tensor, raw: Tensor) -> Tensor:
         return _scanned(layer, channels, gates_of(layer, raw), self.pool, self.plan)
 
 

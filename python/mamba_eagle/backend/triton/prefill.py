@@ -65,7 +65,7 @@ class TritonPrefillContext(PlannedPrefill):
     def keys(self) -> Tensor | None:
         return self.round_keys(self.plan.ends)
 
-    def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
         state, keys = self.pool.ssm[i], self.keys

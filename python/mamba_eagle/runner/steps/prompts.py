@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
+from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, prompt_of, start_finished
@@ -228,11 +228,11 @@ class PromptRunner:
         begun, items = items, [_continued(item) for item in items]
         parts = prefill_parts(items)
         tokens = self._indices(np.concatenate([np.asarray(item.token_ids) for item in items]))
-        inner = self.graphs.context(parts)
-        places = self.journals.places(parts)
-        ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
+        ctx, places = self.graphs.context(parts), self.journals.places(parts)
+        if places is not None:
+            self.journals.keep(ctx, places)
         with self._adapters(parts):
-            made = self.graphs.features(tokens, inner) if places is None else None
+            made = self.graphs.features(tokens, ctx) if places is None else None
             features = model(tokens, ctx) if made is None else made
         # what the pass does not read is sent while the device is at it
         for item in begun:
