@@ -34,8 +34,7 @@ from mamba_eagle.kernels.gpu import capability
 HOPPER = 9
 SIZES = (64, 128)  # of values and of keys
 ROWS = 64  # of a state, per program
-KEY_STAGES = 3  # tiles of queries and keys in shared memory
-VALUE_STAGES = 3  # and of w and u
+STAGES = 3  # tiles of q, k, w and u each in shared memory
 # Triton 3.7 gave it another name
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -188,12 +187,11 @@ def _walk(state, lasts, ends, count, keys, values, made, out, SEQUENCE: gl.const
     _wait(values_ready, 0)
     for number in range(count):
         following = gl.load(ends + number + 1, mask=number + 1 < count, other=-1)
-        key_at, value_at = number % keys_ready.shape[0], number % values_ready.shape[0]
-        slot = number % ready.shape[0]
-        w, u = w_ring.index(value_at).permute((1, 0)), u_ring.index(value_at).permute((1, 0))
+        at, slot = number % keys_ready.shape[0], number % ready.shape[0]
+        w, u = w_ring.index(at).permute((1, 0)), u_ring.index(at).permute((1, 0))
         known = warpgroup_mma(rounded, w, zeros, use_acc=False, is_async=True)
         _wait(keys_ready, number)
-        q = q_ring.index(key_at).permute((1, 0))
+        q = q_ring.index(at).permute((1, 0))
         read = warpgroup_mma(rounded, q, zeros, use_acc=False, is_async=True)
         v = u.load(narrow).to(gl.float32)
         _wait(ready, number)
@@ -205,15 +203,15 @@ def _walk(state, lasts, ends, count, keys, values, made, out, SEQUENCE: gl.const
         known = warpgroup_mma_wait(1, deps=[known])
         v = gl.where(of_output[None, :] >= 0, v - known, 0.0)
         added = gl.convert_layout((v * of_value[None, :]).to(dtype), left)
-        s = warpgroup_mma(added, k_ring.index(key_at), s, is_async=True)
-        mbarrier.arrive(values_free.index(value_at))
+        s = warpgroup_mma(added, k_ring.index(at), s, is_async=True)
+        mbarrier.arrive(values_free.index(at))
         written = gl.convert_layout(v.to(dtype), gl.DotOperandLayout(0, narrow, 2))
         read = warpgroup_mma_wait(1, deps=[read])
         o = read * of_output[None, :]
         o = warpgroup_mma(written, pairs.index(slot).permute((1, 0)), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         rounded = gl.convert_layout(s.to(dtype), left)
-        mbarrier.arrive(keys_free.index(key_at))
+        mbarrier.arrive(keys_free.index(at))
         _wait(values_ready, number + 1, number + 1 < count)
         # without s here ptxas would scale it where the next product waits for values
         o, s = warpgroup_mma_wait(0, deps=[o, s])
@@ -240,8 +238,7 @@ def _prompt_kernel(
     H: gl.constexpr,
     G: gl.constexpr,
     P: gl.constexpr,
-    KEY_STAGES: gl.constexpr,
-    VALUE_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     CHUNK: gl.constexpr = u.block_type.shape[0]
     ROWS: gl.constexpr = u.block_type.shape[1]
@@ -251,16 +248,16 @@ def _prompt_kernel(
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     keys = (
-        gl.allocate_shared_memory(dtype, [KEY_STAGES, CHUNK, N], q.layout),
-        gl.allocate_shared_memory(dtype, [KEY_STAGES, CHUNK, N], k.layout),
-        _barriers(KEY_STAGES),  # ready
-        _barriers(KEY_STAGES),  # free
+        gl.allocate_shared_memory(dtype, [STAGES, CHUNK, N], q.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, CHUNK, N], k.layout),
+        _barriers(STAGES),  # ready
+        _barriers(STAGES),  # free
     )
     values = (
-        gl.allocate_shared_memory(dtype, [VALUE_STAGES, CHUNK, N], w.layout),
-        gl.allocate_shared_memory(dtype, [VALUE_STAGES, CHUNK, ROWS], u.layout),
-        _barriers(VALUE_STAGES),
-        _barriers(VALUE_STAGES),
+        gl.allocate_shared_memory(dtype, [STAGES, CHUNK, N], w.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, CHUNK, ROWS], u.layout),
+        _barriers(STAGES),
+        _barriers(STAGES),
     )
     made = (
         gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], square),
@@ -339,8 +336,7 @@ def walk(
         H=H,
         G=G,
         P=P,
-        KEY_STAGES=KEY_STAGES,
-        VALUE_STAGES=VALUE_STAGES,
+        STAGES=STAGES,
         num_warps=4,
     )
     return y, lasts
