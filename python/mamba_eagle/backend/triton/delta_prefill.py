@@ -34,14 +34,6 @@ from mamba_eagle.layers.delta_rule import DeltaRule
 from mamba_eagle.layers.recurrent import Inputs, Recurrent, Scanned
 
 
-class Stretch(NamedTuple):
-    """A part of a prompt's chunk that ends where states are saved."""
-
-    length: int
-    tokens: int  # of the chunk, up to its end
-    slots: list[int]  # state slots to save to
-
-
 class Saves(NamedTuple):
     rows: Tensor | None  # [saves] int64: which of the states at hand; None: all, in order
     slots: Tensor  # [saves] int64: where they go
@@ -124,16 +116,17 @@ class TorchScan(DeltaScan):
         return torch.cat([each.y[0] for each in found]), torch.cat([each.state for each in found])
 
 
-def stretches(prompt: Prompt) -> list[Stretch]:
-    """In order; none of them is empty. The prompt's end is saved, too."""
-    ends = sorted({offset for offset, _ in prompt.saves} - {0})
+def _targets(
+    states: list[tuple[int, int]], prompts: list[Prompt]
+) -> list[tuple[int, int, int, int]]:
+    """states: of which prompt, after how many of its tokens. Returns for each slot that one of them
+    is saved to: which one, its prompt, its tokens, the slot."""
     return [
-        Stretch(end - begin, end, _slots_at(prompt, end)) for begin, end in pairwise([0, *ends])
+        (i, part, tokens, slot)
+        for i, (part, tokens) in enumerate(states)
+        for offset, slot in prompts[part].saves
+        if offset == tokens
     ]
-
-
-def _slots_at(prompt: Prompt, tokens: int) -> list[int]:
-    return [slot for offset, slot in prompt.saves if offset == tokens]
 
 
 class DeltaPrefillContext(PlannedPrefill):
@@ -156,21 +149,17 @@ class DeltaPrefillContext(PlannedPrefill):
         prompts = [prompt_of(part) for part in self.parts]
         sources = [max(prompt.source, 0) for prompt in prompts]
         empty = [i for i, prompt in enumerate(prompts) if prompt.source < 0]
-        at_start = [
-            (i, i, 0, slot) for i, prompt in enumerate(prompts) for slot in _slots_at(prompt, 0)
-        ]
-        cut = [stretches(prompt) for prompt in prompts]
-        flat = [(part, each) for part, own in enumerate(cut) for each in own]
-        at_end = [
-            (i, part, each.tokens, slot)
-            for i, (part, each) in enumerate(flat)
-            for slot in each.slots
-        ]
+        # of each prompt's stretches, none of which is empty: its own end is saved, too
+        ends = [sorted({tokens for tokens, _ in prompt.saves} - {0}) for prompt in prompts]
+        reached = [(part, tokens) for part, own in enumerate(ends) for tokens in own]
+        at_start = _targets([(part, 0) for part in range(len(prompts))], prompts)
+        at_end = _targets(reached, prompts)
         lists = [sources, empty]
         for saves in (at_start, at_end):
             lists += [[row for row, *_ in saves], [slot for *_, slot in saves]]
         sent = in_one_copy(lists, self.place.to_device, torch.int64)
-        lengths, zeros = [[each.length for each in own] for own in cut], None
+        lengths = [[end - begin for begin, end in pairwise([0, *own])] for own in ends]
+        zeros = None
         if len(empty) == len(prompts):
             zeros = torch.zeros(len(prompts), *self.pool.ssm.shape[2:], device=self.place.device)
         return Moves(
@@ -179,13 +168,13 @@ class DeltaPrefillContext(PlannedPrefill):
             sent[1],
             zeros,
             self._saves(at_start, len(prompts), *sent[2:4]) if at_start else None,
-            self._saves(at_end, len(flat), *sent[4:]),
+            self._saves(at_end, len(reached), *sent[4:]),
         )
 
     def _saves(
         self, saves: list[tuple[int, int, int, int]], states: int, rows: Tensor, slots: Tensor
     ) -> Saves:
-        """saves: which of the states, of which part, after how many of its tokens, and the slot."""
+        """saves: as of ``_targets``."""
         keys = self.round_keys([(part, tokens) for _, part, tokens, _ in saves])
         whole = [row for row, *_ in saves] == list(range(states))
         return Saves(None if whole else rows, slots, keys)
