@@ -1,7 +1,9 @@
 """Attention of trees, lanes and blocks on a GPU, straight from the pool; nothing waits for the
 device."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +19,15 @@ from mamba_eagle.layers.context import AttentionView
 class TritonNodes:
     """Attention of nodes to the prefix of their request and to each other."""
 
+    kernel: Callable[..., Tensor] = staticmethod(paged_tree_attention)
     pool: KVPool
     sequences: tuple[Tensor, Tensor, Tensor]  # slot table, request slots, lengths of prefixes
-    nodes: tuple[Tensor, Tensor]  # their KV slots, and which of them each one sees
+    nodes: tuple[Any, ...]  # their KV slots, and which of them each one sees
 
     def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D], of all new nodes -> [n, heads, D]."""
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return paged_tree_attention(
-            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
-        )
+        return self.kernel(q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale)
 
 
 class TritonTreeAttention(TritonNodes):

@@ -9,29 +9,20 @@ from torch import Tensor
 from mamba_eagle.backend.attention import PromptSpan, TreeNodes
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.backend.triton.attention import TritonTreeAttention
 from mamba_eagle.kernels.exact_attention import triton as kernels
 from mamba_eagle.kernels.exact_attention.triton_pages import lay_out
-from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.layers.context import AttentionView
 
 
-class ExactTreeAttention:
-    """Attention of tree nodes to the tokens before the root and to their ancestors."""
+class ExactTreeAttention(TritonTreeAttention):
+    kernel = staticmethod(kernels.exact_tree_attention)
 
     def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
         """Raises: ValueError if trees have more than 64 nodes."""
-        self.pool = pool
-        bits = nodes.ancestor_bits
-        masks = pack_paths(nodes.ancestors).flatten(1) if bits is None else bits.contiguous()
-        self.sequences = (nodes.slot_table, nodes.slots.contiguous(), nodes.prefix)
-        self.nodes = (nodes.kv_slots.contiguous(), masks, lay_out(masks, nodes.prefix))
-
-    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
-        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
-        return kernels.exact_tree_attention(
-            q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
-        )
+        super().__init__(pool, nodes)
+        kv_slots, masks = self.nodes[0], self.nodes[1].flatten(1).contiguous()
+        self.nodes = (kv_slots, masks, lay_out(masks, nodes.prefix))
 
 
 class ExactPrompts:
