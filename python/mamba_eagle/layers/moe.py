@@ -13,7 +13,7 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import GatedMLP, ReluSquaredMLP, gate_and_up
-from mamba_eagle.layers.ops import FusedRouter, LayerOps, Product
+from mamba_eagle.layers.ops import TORCH, FusedRouter, LayerOps, Product
 from mamba_eagle.layers.products import EachExpert, ExpertLayer, GroupedProduct, PackedStack
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig
@@ -114,11 +114,10 @@ class Experts(MatrixLayer):
 
     matrix_names = ("up_proj", "down_proj")
 
-    def __init__(
-        self, count: int, size: int, width: int, inner: int, act: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, count: int, size: int, width: int, act: str) -> None:
+        """act: relu_squared, or silu_gate with the gate projection."""
         super().__init__()
-        self.act = act
+        self.act, inner = act, width * (1 + (act == "silu_gate"))
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
         self._products: dict[str, GroupedProduct] = {}
@@ -149,12 +148,9 @@ class Experts(MatrixLayer):
             self.fused = self._fuse()
 
     def _fuse(self) -> ExpertLayer | None:
-        kind = FUSED.get(self.act)
-        if kind is None:
-            return None
         weights = {name: getattr(self, name).detach() for name in self.matrix_names}
         up, down = {**weights, **self.matrices}.values()
-        return self._ops.fuse_experts(up, down, kind, self.up_proj.dtype)
+        return self._ops.fuse_experts(up, down, self.act, self.up_proj.dtype)
 
     def share(self, up: Linear | None, down: Linear) -> None:
         """Shared experts' products, which those of the routed ones may take along."""
@@ -185,7 +181,9 @@ class Experts(MatrixLayer):
         order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
         count = torch.arange(len(self.up_proj), device=x.device)
         ends = torch.searchsorted(flat[order], count, right=True)
-        hidden = self.act(self._grouped("up_proj", x[order // k], ends))
+        above = self._grouped("up_proj", x[order // k], ends)
+        hidden = TORCH.silu_and_mul(above) if self.act == "silu_gate" else TORCH.relu_squared(above)
+        assert isinstance(hidden, Tensor)
         outputs = self._grouped("down_proj", hidden, ends)
         # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
@@ -196,23 +194,8 @@ class Experts(MatrixLayer):
         return routed + (beside() if share is None else self._ops.gate_by_sigmoid(beside(), share))
 
 
-def gated_experts(config: MoEConfig, hidden_size: int) -> Experts:
-    """Of matrices with gate and up projection."""
-    width = config.intermediate_size
-    return Experts(config.num_experts, hidden_size, width, 2 * width, silu_gate)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def silu_gate(both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-# activations that kernels of experts have, by the name that these know them by
-FUSED = {relu_squared: "relu_squared", silu_gate: "silu_gate"}
+def gated_experts(config: MoEConfig, size: int) -> Experts:
+    return Experts(config.num_experts, size, config.intermediate_size, "silu_gate")
 
 
 class Mixture(Layer):
@@ -242,9 +225,8 @@ class LatentMoE(Mixture):
     def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
         super().__init__()
         size = config.latent_size or hidden_size
-        inner = config.intermediate_size
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared)
+        self.experts = Experts(config.num_experts, size, config.intermediate_size, "relu_squared")
         self.shared_experts = ReluSquaredMLP(hidden_size, config.shared_intermediate_size, bias)
         self.has_latent = config.latent_size > 0
         if self.has_latent:

@@ -19,7 +19,7 @@ from mamba_eagle.backend.triton.layer_ops import TritonOps
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding, rounded, to_e4m3, widened
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.layers.moe import Experts, Routes, relu_squared
+from mamba_eagle.layers.moe import Experts, Routes
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
 from mamba_eagle.layers.weights import weights_come_late
 from mamba_eagle.quantization.four_bit import FourBitMatrix
@@ -217,7 +217,7 @@ def test_slices_of_unlike_forms_become_one_parameter() -> None:
     """An expert that a checkpoint leaves in 16 bits, before or after others of few bits."""
     for order in ((0, 1), (1, 0)):
         with weights_come_late():
-            layer = Experts(2, 32, 48, 48, relu_squared)
+            layer = Experts(2, 32, 48, "relu_squared")
         matrix, dense = quantized(normal(48, 32)), normal(48, 32, seed=1)
         for index in order:
             if index:
@@ -237,8 +237,8 @@ def test_experts_are_multiplied_as_float8(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(products, "capability", lambda device: (8, 0))
     experts, size, width = 4, 32, 48
     with weights_come_late():
-        layer = Experts(experts, size, width, width, relu_squared).to(DTYPE)
-    exact = Experts(experts, size, width, width, relu_squared).to(DEVICE)
+        layer = Experts(experts, size, width, "relu_squared").to(DTYPE)
+    exact = Experts(experts, size, width, "relu_squared").to(DEVICE)
     for name, (rows, columns) in (("up_proj", (width, size)), ("down_proj", (size, width))):
         for i in range(experts):
             matrix = quantized(normal(rows, columns, seed=10 + i))
