@@ -76,6 +76,7 @@ def make_quicker() -> None:
     _patch_languages_once()
     _skip_dead_checks()
     _remember_types()
+    _look_floats_up()
 
 
 def _patch_languages_once() -> None:
@@ -166,3 +167,28 @@ def _remember_types() -> None:
     TritonSemantic.binary_op_type_checking_impl = check_other_types
     TritonSemantic.computation_type_impl = computation_type
     TritonSemantic.broadcast_impl_value = broadcast_other_shapes
+
+
+def _look_floats_up() -> None:
+    """What a float becomes in another format depends on no more than its first 16 bits, but where
+    16 are rounded to, and for numbers of float32 below 1.2e-38."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    @functools.cache
+    def table(source: Any, target: Any, rounding: Any) -> Any:
+        bits = source.primitive_bitwidth
+        firsts = np.arange(1 << min(bits, 16)) << max(bits - 16, 0)
+        return convert(firsts.astype(f"u{bits // 8}"), source, target, rounding)
+
+    def looked_up(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        bits, cut = source.primitive_bitwidth, target == tl.bfloat16 and rounding is None
+        if bits > 16 and target.primitive_bitwidth > 8 and not cut:
+            return convert(numbers, source, target, rounding)
+        firsts = np.ascontiguousarray(numbers).view(f"u{bits // 8}") >> max(bits - 16, 0)
+        return table(source, target, rounding)[firsts].reshape(numbers.shape)
+
+    interpreter._convert_float = looked_up
