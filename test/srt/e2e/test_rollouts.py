@@ -53,17 +53,6 @@ def test_new_weights_give_what_a_server_that_starts_with_them_gives(
         assert texts(engine) == texts(engine) == before
 
 
-def test_ranks_take_their_parts_of_new_weights(other: Path) -> None:
-    update = "/update_weights_from_disk"
-    with Engine(device="cpu", max_running_requests=8, tp_size=2) as engine:
-        before = texts(engine)
-        assert post(engine, update, model_path=str(other)).status == 200
-        assert texts(engine) == texts(engine) != before
-        assert post(engine, update, model_path="/nowhere").status == 400
-        assert post(engine, update, model_path=str(EMBEDDED_MODEL)).status == 200
-        assert texts(engine) == before
-
-
 def test_a_drafter_is_updated_alone_and_changes_no_text(engine: Engine, tmp_path: Path) -> None:
     before = texts(engine)
     head = checkpoint(tmp_path / "head", like=EMBEDDED_DRAFTERS["EAGLE"])

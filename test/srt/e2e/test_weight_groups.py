@@ -130,21 +130,6 @@ def test_weights_of_a_group_give_what_those_of_a_folder_give(engine: Engine, oth
     trains.end()
 
 
-def test_ranks_take_their_parts_of_what_a_group_sends(other: Path) -> None:
-    settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8}
-    with Engine(tp_size=2, **settings) as engine:
-        before = texts(engine)
-        engine.update_weights_from_disk(str(other))
-        wanted = texts(engine)
-        engine.update_weights_from_disk(str(EMBEDDED_MODEL))
-        trains = Trainer(engine, other, ranks=2)
-        trains.join()
-        call(engine, "/update_weights_from_distributed", **trains.send(sorted(trains.weights)))
-        assert texts(engine) == wanted != before
-        trains.end()
-    assert not received()  # what was served until the end goes with its processes
-
-
 def first_rank() -> psutil.Process:
     """Of an engine with processes of its own; it writes what all receive."""
     wanted = ("mamba_eagle.runner.process", "--rank 0")
@@ -154,22 +139,28 @@ def first_rank() -> psutil.Process:
     )
 
 
-def test_a_rank_that_fails_alone_takes_the_others_out_of_the_group(other: Path) -> None:
-    """Its disk is full. Then all may meet again."""
+def test_ranks_take_their_parts_of_a_folder_and_of_what_a_group_sends(other: Path) -> None:
+    """One that fails alone, as its disk is full, takes the others out of the group. Then all may
+    meet again."""
     settings: dict[str, Any] = {"device": "cpu", "max_running_requests": 8}
     with Engine(tp_size=2, **settings) as engine:
         before = texts(engine)
+        engine.update_weights_from_disk(str(other))
+        wanted = texts(engine)
+        assert post(engine, "/update_weights_from_disk", model_path="/nowhere").status == 400
+        assert texts(engine) == wanted != before
+        engine.update_weights_from_disk(str(EMBEDDED_MODEL))
         first = first_rank()
         path = "/update_weights_from_distributed"
-        for limit in (5000, psutil.RLIM_INFINITY):
+        for limit, status, found in ((5000, 400, before), (psutil.RLIM_INFINITY, 200, wanted)):
             first.rlimit(psutil.RLIMIT_FSIZE, (limit, psutil.RLIM_INFINITY))
             trains = Trainer(engine, other, ranks=2)
             trains.join(timeout=30)
             answer = post(engine, path, **trains.send(sorted(trains.weights)))
-            assert answer.status == (400 if limit == 5000 else 200), answer.body
-            assert (texts(engine) == before) == (limit == 5000)
+            assert answer.status == status, answer.body
+            assert texts(engine) == found
             trains.end()
-    assert not received()
+    assert not received()  # what was served until the end goes with its processes
 
 
 def test_what_one_rank_alone_finds_is_what_a_caller_hears(other: Path) -> None:
@@ -366,13 +357,11 @@ def test_a_part_that_comes_while_a_model_changes_is_served_or_gone(
 MEETINGS = [("master_address", ""), ("rank_offset", 2), ("backend", "nccl")]
 
 
-@pytest.mark.parametrize(("field", "value"), MEETINGS)
-def test_a_group_that_cannot_form_is_refused_at_once(
-    engine: Engine, field: str, value: str | int
-) -> None:
-    meeting = {"master_address": HOST, "master_port": 1, "world_size": 2, field: value}
-    answer = post(engine, "/init_weights_update_group", **meeting)
-    assert answer.status == 400 and answer.body["error"]["param"] == field
+def test_a_group_that_cannot_form_is_refused_at_once(engine: Engine) -> None:
+    for field, value in MEETINGS:
+        meeting = {"master_address": HOST, "master_port": 1, "world_size": 2, field: value}
+        answer = post(engine, "/init_weights_update_group", **meeting)
+        assert answer.status == 400 and answer.body["error"]["param"] == field
 
 
 def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
