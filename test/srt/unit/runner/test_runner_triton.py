@@ -88,6 +88,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
     monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(triton_attention.TritonNodes, "kernel", staticmethod(counted))
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
     monkeypatch.setattr(warm_up, "_generate", lambda runner: None)
     return calls
