@@ -1,5 +1,6 @@
 """Prompt chunks of several requests in one forward pass: the code that all backends share."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -143,8 +144,9 @@ class PrefillContext(ForwardContext):
             self.keep(layer, channels, raw)
         return self._recur(layer, channels, raw)
 
+    @abstractmethod
     def _recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
-        raise NotImplementedError
+        """``recur`` itself."""
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"

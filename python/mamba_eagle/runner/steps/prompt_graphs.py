@@ -44,8 +44,8 @@ REQUESTS = 16  # of a pass, at most
 
 # With experts also of these, of which at most a fifth is padding. A layer of Qwen3.6-35B-A3B takes
 # an H200 0.7 to 2.3 ms, and its host 1.7 to 2.7.
-LEAST_FREE = 6 << 30  # bytes of the device; with fewer there are none of these
 LARGER_SIZES = (640, 800, 1024, 1280, 1600, 2048, 2560, 3200, 4096, 5120, 6400, 8192)
+LEAST_FREE = 6 << 30  # bytes of the device; with fewer free there are none of the larger ones
 
 # What a pass leaves out of its graphs: made with the context of its prompts, of their rows.
 Apart: TypeAlias = Callable[..., Tensor]
