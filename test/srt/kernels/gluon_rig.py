@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ptx_rig
 import torch
 from torch import Tensor
 
@@ -86,6 +87,9 @@ class Block:
 
     def reshape(self, shape: list[int]) -> Block:
         return Block(self.value.reshape(shape))
+
+    def broadcast_to(self, shape: list[int]) -> Block:
+        return Block(self.value.broadcast_to(shape))
 
     def permute(self, order: list[int]) -> Block:
         return Block(self.value.permute(order))
@@ -194,8 +198,18 @@ def _room(dtype: Dtype, shape: Any, layout: Any, block: Block | None = None) -> 
     return Shared(torch.full(shape, torch.nan).to(dtype.torch) if block is None else block.value)
 
 
-def _chains(asm: str, constraints: str, args: Any, dtype: Dtype, is_pure: bool, pack: int) -> Block:
-    assert pack == 8 and asm.count("fma.rn.f32") == 7
+def _assembly(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+    if pack == 8:
+        return _chains(asm, args)
+    if constraints == "=h,=h,r":
+        assert asm == "mov.b32 {$0, $1}, $2;"
+        return tuple(Block((args[0].value >> at).to(torch.int16)) for at in (0, 16))
+    found = ptx_rig.run(asm, len(dtype), [arg.value for arg in args])
+    return tuple(Block(part.to(own.torch)) for part, own in zip(found, dtype, strict=True))
+
+
+def _chains(asm: str, args: Any) -> Block:
+    assert asm.count("fma.rn.f32") == 7
     a, b = (part.value.unflatten(-1, (-1, 8)) for part in args)
     total = a[..., 0] * b[..., 0]
     for i in range(1, 8):
@@ -273,7 +287,7 @@ vars(LANGUAGE).update(
     load=_load,
     store=_store,
     allocate_shared_memory=_room,
-    inline_asm_elementwise=_chains,
+    inline_asm_elementwise=_assembly,
     sum=_sum,
     reduce=_reduce,
     broadcast=_broadcast,
@@ -282,6 +296,8 @@ vars(LANGUAGE).update(
     split=lambda block: tuple(map(Block, block.value.unbind(-1))),
     reshape=Block.reshape,
     permute=Block.permute,
+    expand_dims=lambda block, axis: Block(block.value.unsqueeze(axis)),
+    constexpr_function=lambda function: function,
     convert_layout=lambda block, layout, assert_trivial=False: block,
     arange=lambda begin, end, layout=None: Block(torch.arange(begin, end, dtype=torch.int32)),
     full=lambda shape, value, dtype, layout=None: Block(

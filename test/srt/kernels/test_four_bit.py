@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import ptx_rig
 import pytest
 import torch
 from forms import TORCH, TRITON, device_of
@@ -66,46 +67,14 @@ def test_the_floats_of_all_codes() -> None:
     assert [naive.float_of(code) for code in range(16)] == values + [-x for x in values]
 
 
-def pair(numbers: Tensor) -> int:
-    """Two 16-bit floats in one register."""
-    low, high = (numbers.view(torch.int16).int() & 0xFFFF).tolist()
-    return low | high << 16
-
-
-def floats(register: int, dtype: torch.dtype) -> Tensor:
-    halves = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
-    return halves.to(torch.int16).view(dtype).double()
-
-
 def run_ptx(code: str, dtype: torch.dtype, *given: int) -> list[Tensor]:
-    """$0 to $3 of the few instructions that the kernels use, as float64. given: $4 and on."""
-    registers = {f"${4 + i}": value for i, value in enumerate(given)}
-    whole = 0xFFFF_FFFF
-    for line in code.strip("{} ").split(";"):
-        name, _, rest = line.strip().partition(" ")
-        if name in ("", ".reg"):
-            continue
-        to, *texts = (text.strip() for text in rest.split(","))
-        args = [registers[text] if text in registers else int(text, 0) for text in texts]
-        match name.partition(".")[0]:
-            case "mov":
-                made = args[0]
-            case "shl":
-                made = args[0] << args[1] & whole
-            case "shr":
-                made = args[0] >> args[1]
-            case "and":
-                made = args[0] & args[1]
-            case "lop3":
-                assert args[3] == 0xEA
-                made = args[0] & args[1] | args[2]
-            case "fma":
-                a, b, c = (floats(arg, dtype) for arg in args)
-                made = pair((a * b + c).to(dtype))
-            case _:
-                raise AssertionError(line)
-        registers[to] = made
-    return [floats(registers[f"${i}"], dtype) for i in range(4)]
+    """Two 16-bit floats of each of $0 to $3, as float64. given: $4 and on."""
+    found = ptx_rig.run(code, 4, [torch.tensor(register) for register in given])
+    return [torch.stack(ptx_rig.floats(register, dtype)) for register in found]
+
+
+def twice(number: float, dtype: torch.dtype) -> int:
+    return int(ptx_rig.pair(2 * [torch.tensor(number).to(dtype)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -125,14 +94,14 @@ def test_the_machine_instructions_decode_every_code_and_scale(dtype: torch.dtype
         packed = sum(int(codes[h, i]) << 16 * h + 4 * i for h in range(2) for i in range(4))
         units = torch.tensor([packed & 0xFFFF, packed >> 16]).to(torch.int16)
         placed = triton._placed(units, triton.PLACES[dtype])
-        both = torch.full((2,), scale * power).to(dtype)
-        found = run_ptx(e2m1, dtype, pair(placed), pair(both))
+        low, high = (int(unit) & 0xFFFF for unit in placed)
+        found = run_ptx(e2m1, dtype, low | high << 16, twice(scale * power, dtype))
         wanted = [[naive.float_of(c) * scale for c in column] for column in codes.t().tolist()]
         assert [(x * rest).tolist() for x in found] == wanted
-        zero, step = int(codes.sum()) % 17, torch.full((2,), 0.01 + scale / 1000).to(dtype)
-        below = torch.full((2,), -one - zero).to(dtype)
-        found = run_ptx(integers, dtype, packed, pair(step), pair(below))
-        numbers = (codes.t() - zero) * step.double()
+        zero, step = int(codes.sum()) % 17, 0.01 + scale / 1000
+        below = twice(-one - zero, dtype)
+        found = run_ptx(integers, dtype, packed, twice(step, dtype), below)
+        numbers = (codes.t() - zero) * torch.tensor(step).to(dtype).double()
         assert torch.equal(torch.stack(found), numbers.to(dtype).double())
 
 

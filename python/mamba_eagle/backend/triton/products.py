@@ -9,6 +9,8 @@ from mamba_eagle.kernels.float8 import gluon as few_blocks
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
 from mamba_eagle.kernels.four_bit import gluon as few_tokens
+from mamba_eagle.kernels.four_bit import gluon_batches as batches
+from mamba_eagle.kernels.four_bit import gluon_shares as shares
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.linear import triton as sixteen_bit
@@ -167,13 +169,19 @@ class FourBitProduct(PackedProduct):
     dequantized each time, which takes little beside their product."""
 
     few_bits = True
-    sizes = (8, 16, 32, 64, 128, 256, FEW_TOKENS_OF_FOUR_BITS, FEW_TOKENS_OF_FOUR_BITS + 1)
+    sizes: tuple[int, ...] = (
+        *(8, 16, 32, 64, 128, 256, FEW_TOKENS_OF_FOUR_BITS),
+        FEW_TOKENS_OF_FOUR_BITS + 1,
+    )
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         parts = (matrix.codes, matrix.scale, matrix.zero, matrix.factor)
         self.weight = four_bit.weight_of(*parts, dtype)
+        self.in_batches = batches.supports(self.weight)
+        if self.in_batches:
+            self.sizes += shares.sizes(outputs, inputs)
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +195,8 @@ class FourBitProduct(PackedProduct):
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
+        if self.in_batches and shares.MIN_TOKENS <= len(x) <= shares.MAX_TOKENS:
+            return batches.product(x, self.weight, bias)
         if len(x) <= FEW_TOKENS_OF_FOUR_BITS:
             return few_tokens.product(x, self.weight, bias)
         return F.linear(x, four_bit.dequantize(self.weight), bias)

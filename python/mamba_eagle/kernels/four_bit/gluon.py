@@ -86,6 +86,50 @@ def _twice(number):
 
 
 @gluon.jit
+def twice(scale, dtype: gl.constexpr, FLOATS: gl.constexpr):
+    """What ``four`` takes of a group, for two units at once: scales; zero points of integers."""
+    if FLOATS:
+        scales = _twice(by_compiler.whole_scale(scale, dtype))
+        return scales, scales
+    else:
+        power: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+        zero = (-power - (scale >> 16).to(gl.float32)).to(dtype)
+        return _twice(scale.to(gl.int16).to(dtype, bitcast=True)), _twice(zero)
+
+
+@gluon.jit
+def _four(code: gl.constexpr, registers: gl.constexpr, given):
+    return gl.inline_asm_elementwise(
+        code, registers, given, dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def four(codes, scale, zero, dtype: gl.constexpr, FLOATS: gl.constexpr):
+    """Pairs of units (int32) -> their numbers 0 to 3: two of ``dtype``, one of each unit, in 32
+    bits."""
+    if FLOATS:
+        code: gl.constexpr = (
+            by_compiler.FLOATS_BF16 if dtype == gl.bfloat16 else by_compiler.FLOATS_F16
+        )
+        return _four(code, "=r,=r,=r,=r,r,r", [codes, scale])
+    else:
+        code: gl.constexpr = (
+            by_compiler.INTEGERS_BF16 if dtype == gl.bfloat16 else by_compiler.INTEGERS_F16
+        )
+        return _four(code, "=r,=r,=r,=r,r,r,r", [codes, scale, zero])
+
+
+@gluon.jit
+def halves(both, dtype: gl.constexpr):
+    """Two 16-bit floats in 32 bits [...] -> [..., 2]."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [both], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(low, high).to(dtype, bitcast=True)
+
+
+@gluon.jit
 def _of_pairs(own, PAIRS: gl.constexpr, layout: gl.constexpr):
     """A number per group -> per pair of units: [warps, rows, groups] -> [warps, rows, PAIRS]."""
     WARPS: gl.constexpr = own.shape[0]
@@ -96,24 +140,11 @@ def _of_pairs(own, PAIRS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _halves(both, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two 16-bit floats in 32 bits, of two units -> one each: [warps, rows, pairs] -> [warps, rows,
-    units]."""
-    WARPS: gl.constexpr = both.shape[0]
-    ROWS: gl.constexpr = both.shape[1]
-    PAIRS: gl.constexpr = both.shape[2]
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [both], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    whole = gl.reshape(gl.join(low, high), [WARPS, ROWS, 2 * PAIRS]).to(dtype, bitcast=True)
+def _units(both, dtype: gl.constexpr, layout: gl.constexpr):
+    """Pairs' numbers [warps, rows, pairs] -> units' [warps, rows, units]."""
+    shape: gl.constexpr = both.shape
+    whole = gl.reshape(halves(both, dtype), [shape[0], shape[1], 2 * shape[2]])
     return gl.convert_layout(whole, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _four(code: gl.constexpr, registers: gl.constexpr, given):
-    return gl.inline_asm_elementwise(
-        code, registers, given, dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
-    )
 
 
 @gluon.jit(do_not_specialize=["n", "aligned_groups", "factor_stride"])
@@ -182,25 +213,13 @@ def _product_kernel(
             w = gl.load(at + (start + STEP))
             s = gl.load(scale + (of_warp + (start + STEP) // OWN) // (GROUP // OWN))
         t0, t1, t2, t3 = by_compiler.quarters(t, dtype)
-        if FLOATS:
-            s_all = _of_pairs(_twice(by_compiler.whole_scale(s_now, dtype)), PAIRS, loaded)
-            code: gl.constexpr = (
-                by_compiler.FLOATS_BF16 if dtype == gl.bfloat16 else by_compiler.FLOATS_F16
-            )
-            w0, w1, w2, w3 = _four(code, "=r,=r,=r,=r,r,r", [w_now, s_all])
-        else:
-            power: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-            z = (-power - (s_now >> 16).to(gl.float32)).to(dtype)
-            s_all = _of_pairs(_twice(s_now.to(gl.int16).to(dtype, bitcast=True)), PAIRS, loaded)
-            z_all = _of_pairs(_twice(z), PAIRS, loaded)
-            code: gl.constexpr = (
-                by_compiler.INTEGERS_BF16 if dtype == gl.bfloat16 else by_compiler.INTEGERS_F16
-            )
-            w0, w1, w2, w3 = _four(code, "=r,=r,=r,=r,r,r,r", [w_now, s_all, z_all])
-        acc = mma_v2(_halves(w0, dtype, left), t0, acc)
-        acc = mma_v2(_halves(w1, dtype, left), t1, acc)
-        acc = mma_v2(_halves(w2, dtype, left), t2, acc)
-        acc = mma_v2(_halves(w3, dtype, left), t3, acc)
+        s_own, z_own = twice(s_now, dtype, FLOATS)
+        s_all, z_all = _of_pairs(s_own, PAIRS, loaded), _of_pairs(z_own, PAIRS, loaded)
+        w0, w1, w2, w3 = four(w_now, s_all, z_all, dtype, FLOATS)
+        acc = mma_v2(_units(w0, dtype, left), t0, acc)
+        acc = mma_v2(_units(w1, dtype, left), t1, acc)
+        acc = mma_v2(_units(w2, dtype, left), t2, acc)
+        acc = mma_v2(_units(w3, dtype, left), t3, acc)
     total = gl.sum(acc, 0)
     result: gl.constexpr = gl.SliceLayout(0, sums)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, result))

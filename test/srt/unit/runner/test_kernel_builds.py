@@ -50,6 +50,7 @@ from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.float8 import gluon as float8_gluon
 from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
+from mamba_eagle.kernels.four_bit import gluon_batches as four_bit_batches
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
@@ -415,11 +416,19 @@ def scan_token_by_token() -> None:
     recurrence_prompts.scan(x, dt, dt[0], B, C, dt[0], state, plan)
 
 
-def multiply_in_registers() -> None:
+def four_bit_weight() -> four_bit.Weight:
     codes, scale = torch.zeros(32, 64, dtype=torch.uint8), torch.ones(32, 8)
     parts = (codes, scale.to(torch.float8_e4m3fn), None, torch.ones(1, 1))
-    weight = four_bit.weight_of(*parts, torch.bfloat16)
-    four_bit_gluon.product(torch.zeros(3, 128).bfloat16(), weight, None)
+    return four_bit.weight_of(*parts, torch.bfloat16)
+
+
+def multiply_in_registers() -> None:
+    four_bit_gluon.product(torch.zeros(3, 128).bfloat16(), four_bit_weight(), None)
+
+
+def multiply_by_warp_groups() -> None:
+    for n in (65, 72):  # one kernel, and one that puts columns in order
+        four_bit_batches.product(torch.zeros(n, 128).bfloat16(), four_bit_weight(), None)
 
 
 def multiply_blocks_in_registers() -> None:
@@ -447,15 +456,16 @@ def attend_by_warp_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "module, launch",
+    "module, launch, kernels",
     [
-        (tree_gluon, verify_in_registers),
-        (delta.gluon, verify_few_nodes),
-        (float8_gluon, multiply_blocks_in_registers),
-        (prompt_attention, attend_by_warp_groups),
-        (four_bit_gluon, multiply_in_registers),
-        (recurrence, verify_token_by_token),
-        (recurrence_prompts, scan_token_by_token),
+        (tree_gluon, verify_in_registers, 1),
+        (delta.gluon, verify_few_nodes, 1),
+        (float8_gluon, multiply_blocks_in_registers, 1),
+        (prompt_attention, attend_by_warp_groups, 1),
+        (four_bit_gluon, multiply_in_registers, 1),
+        (four_bit_batches, multiply_by_warp_groups, 2),
+        (recurrence, verify_token_by_token, 1),
+        (recurrence_prompts, scan_token_by_token, 1),
     ],
 )
 def test_a_kernel_in_registers_compiles(
@@ -464,14 +474,16 @@ def test_a_kernel_in_registers_compiles(
     monkeypatch: pytest.MonkeyPatch,
     module: ModuleType,
     launch: Callable[[], None],
+    kernels: int,
 ) -> None:
     """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
     monkeypatch.setattr(module, "capability", lambda _: (9, 0), raising=False)
     with dry_run() as run:
         launch()
-    (build,) = (build for build in run.builds if build.module == module.__name__)
-    compile_build(build)
-    assert len(list(cache.glob("*/*.cubin"))) == 1
+    builds = [build for build in run.builds if build.module == module.__name__]
+    for build in builds:
+        compile_build(build)
+    assert len(builds) == len(list(cache.glob("*/*.cubin"))) == kernels
 
 
 def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:

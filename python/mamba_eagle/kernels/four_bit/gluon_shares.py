@@ -1,0 +1,163 @@
+"""How gluon_batches.py divides a product among programs, and sums of shares added up.
+
+A tile of the product is 128 rows of the weight and some tokens. Every program has the same number
+of whole tiles; those left over are divided into shares of their columns, as long for each program.
+So a program has at most the end of one tile and the beginning of the next, whose sums another
+launch adds up in the order of columns.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mamba_eagle.kernels.gpu import PROCESSORS, cdiv, overlapping
+from mamba_eagle.kernels.triton_math import previous_done
+
+MIN_TOKENS, MAX_TOKENS = 65, 512  # where gluon_batches.py's kernel is the fastest
+ROWS = 128  # of a tile: 64 for each of two warp groups
+STEP = 64  # columns
+STEP_TIMES = {128: 0.57, 256: 0.85}  # of a tile's tokens: microseconds on an H200
+JOIN, JOINED = 2.0, 1.4e-6  # microseconds to add up shares, and for each number
+
+
+class Config(NamedTuple):
+    """How a product is divided; the result depends on ``share`` by rounding only."""
+
+    tokens: int  # of a tile
+    waves: int  # whole tiles of each program
+    share: int  # steps of each program in the tiles that are left; all of a tile's: one of these
+
+
+def _configs(n: int, rows: int, columns: int) -> Iterator[tuple[float, Config]]:
+    """Ways to divide a product, and about how many microseconds they take."""
+    steps = cdiv(columns, STEP)
+    for tokens, time in STEP_TIMES.items():
+        waves, rest = divmod(cdiv(rows, ROWS) * cdiv(n, tokens), PROCESSORS)
+        yield (waves + (rest > 0)) * steps * time, Config(tokens, waves, steps)
+        if rest:
+            share = cdiv(rest * steps, PROCESSORS)
+            joined = JOIN + (PROCESSORS + rest) * ROWS * tokens * JOINED
+            yield (waves * steps + share) * time + joined, Config(tokens, waves, share)
+
+
+@cache
+def choose_config(n: int, rows: int, columns: int) -> Config:
+    """For n tokens and a weight [rows, columns]."""
+    return min(_configs(n, rows, columns))[1]
+
+
+@cache
+def sizes(rows: int, columns: int) -> tuple[int, ...]:
+    """Numbers of tokens that between them need every kernel of such a weight."""
+    steps, found = cdiv(columns, STEP), {}
+    for n in range(MIN_TOKENS, MAX_TOKENS + 1):
+        config = choose_config(n, rows, columns)
+        found[config.tokens, config.share < steps] = n
+    return tuple(found.values())
+
+
+class Cut(NamedTuple):
+    """A product in tiles, as kernels take it."""
+
+    tiles: int  # of tokens, side by side
+    waves: int
+    steps: int  # of a tile
+    left: int  # steps of all tiles that are left after the waves
+    share: int
+
+    @property
+    def places(self) -> int:
+        """For sums of shares: a program and a tile that is left have theirs at the sum of both."""
+        return PROCESSORS + self.left // self.steps if self.share < self.steps else 0
+
+
+def cut(n: int, rows: int, columns: int, config: Config) -> Cut:
+    tiles, steps = cdiv(n, config.tokens), cdiv(columns, STEP)
+    left = tiles * cdiv(rows, ROWS) - config.waves * PROCESSORS
+    return Cut(tiles, config.waves, steps, left * steps, config.share)
+
+
+@gluon.jit
+def count_items(own):
+    """A program's tiles and shares of tiles."""
+    _, waves, steps, left, share = own
+    begin = gl.program_id(0) * share
+    end = gl.minimum(begin + share, left)
+    return waves + gl.maximum((end + steps - 1) // steps - begin // steps, 0)
+
+
+@gluon.jit
+def item(i, ROWS: gl.constexpr, TOKENS: gl.constexpr, own):
+    """The program's i-th one: its first row and token, its steps, and the place of its sums. Tiles
+    of tokens are side by side, so that they find codes in the L2 cache."""
+    tiles, waves, steps, left, share = own
+    program = gl.program_id(0)
+    tile, begin, end, place = i * gl.num_programs(0) + program, 0, steps, 0
+    if i >= waves:
+        rest = program * share // steps + i - waves
+        tile = waves * gl.num_programs(0) + rest
+        begin = gl.maximum(program * share - rest * steps, 0)
+        end = gl.minimum((program + 1) * share - rest * steps, steps)
+        place = program + rest
+    return tile // tiles * ROWS, tile % tiles * TOKENS, begin, end, place
+
+
+@gluon.jit(do_not_specialize=["n", "factor_stride", "tiles", "before", "steps", "share"])
+def _join_kernel(
+    parts,  # [places, 2, TOKENS, ROWS / 2]
+    factor,  # [out] or one
+    bias,  # [out], or None
+    y,  # [n, out]
+    n,
+    out,
+    factor_stride,  # 0: one factor for all rows
+    tiles,
+    before,  # tiles before those that are divided
+    steps,
+    share,
+    SOME: gl.constexpr,  # tokens
+    OVERLAP: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Adds up shares of a tile that is left: one warp group's rows, SOME tokens."""
+    previous_done(OVERLAP)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    HALF: gl.constexpr = ROWS // 2
+    rest, group = gl.program_id(0) // 2, gl.program_id(0) % 2
+    first, last = rest * steps // share, ((rest + 1) * steps - 1) // share  # programs, at least two
+    t = gl.program_id(1) * SOME + gl.arange(0, SOME, gl.SliceLayout(1, layout))
+    r = gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    parts += (2 * (first + rest) + group) * TOKENS * HALF
+    at = parts + (t[:, None] * HALF + r[None, :])
+    t += (before + rest) % tiles * TOKENS
+    r += (before + rest) // tiles * ROWS + group * HALF
+    total = gl.zeros([SOME, HALF], gl.float32, layout)
+    for program in range(first, last + 1, 4):  # four loads under way
+        for i in gl.static_range(4):
+            mask = (t < n)[:, None] & (program + i <= last)
+            to = at + (program - first + i) * (TOKENS * ROWS)
+            total += gl.load(to, mask=mask, other=0.0)
+    total *= gl.load(factor + r * factor_stride, mask=r < out, other=0.0)[None, :]
+    if bias is not None:
+        total += gl.load(bias + r, mask=r < out, other=0.0).to(gl.float32)[None, :]
+    keep = (t < n)[:, None] & (r < out)[None, :]
+    gl.store(y + (t[:, None] * out + r[None, :]), total.to(y.dtype.element_ty), mask=keep)
+
+
+def join(parts: Tensor, factor: Tensor, bias: Tensor | None, y: Tensor, own: Cut) -> None:
+    """To y [n, out]: sums of shares, times factors ([out, 1] or [1, 1]), plus the bias [out]."""
+    tokens, some = parts.shape[2], 16
+    _join_kernel[(2 * (own.left // own.steps), cdiv(tokens, some))](
+        *(parts, factor, bias, y, *y.shape, int(factor.shape[0] > 1)),
+        *(own.tiles, own.waves * PROCESSORS, own.steps, own.share),
+        SOME=some,
+        TOKENS=tokens,
+        ROWS=ROWS,
+        num_warps=4,
+        **overlapping(y.device),
+    )

@@ -1,0 +1,97 @@
+"""Products of batches of trees with weights of four bits: on a CPU in the rig, and on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import hopper_rig  # noqa: F401 - for the interpreted module
+import pytest
+import torch
+from gluon_rig import Block, interpreted
+from test_four_bit import Case, draw, on
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels.four_bit import naive, triton
+from mamba_eagle.kernels.four_bit import torch as four_bit
+from mamba_eagle.kernels.four_bit.gluon_batches import product, supports
+from mamba_eagle.kernels.four_bit.gluon_shares import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    STEP,
+    Config,
+    choose_config,
+    sizes,
+)
+
+# tokens within a tile and beyond; rows and columns that end inside of one; groups of 16 and 128;
+# three programs, which share tiles that are left, or have one each
+CASES = {
+    "one-tile": (Case(21, 40, 160), Config(32, 0, 3)),
+    "whole-tiles": (Case(45, 130, 128, factors=130, bias=True), Config(32, 1, 2)),
+    "shares": (Case(20, 130, 608, factors=130, bias=True), Config(32, 0, 7)),
+    "shares-after-a-wave": (Case(45, 130, 192), Config(32, 1, 1)),
+    "integers": (Case(12, 70, 512, 128, floats=False, factors=70), Config(16, 0, 3)),
+}
+
+
+def by_machine(dtype: torch.dtype) -> SimpleNamespace:
+    """Of triton.py what a kernel calls, as the GPU computes it."""
+    power = 2.0**118 if dtype == torch.bfloat16 else 2.0**7
+    names = ("FLOATS_BF16", "FLOATS_F16", "INTEGERS_BF16", "INTEGERS_F16")
+    return SimpleNamespace(
+        **{name: getattr(triton, name).value for name in names},
+        whole_scale=lambda s, own: Block((s.value.float() * power).to(dtype)),
+        rest=lambda own: 256.0 if dtype == torch.bfloat16 else 128.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case, config", CASES.values(), ids=CASES)
+def test_products(
+    case: Case, config: Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, shares, numbers = interpreted(
+        "four_bit.gluon_batches", "four_bit.gluon_shares", "four_bit.gluon"
+    )
+    for module in (kernels, numbers):
+        monkeypatch.setattr(module, "by_compiler", by_machine(dtype))
+    for module in (kernels, shares):
+        monkeypatch.setattr(module, "PROCESSORS", 3)
+    weight = draw(case)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.tokens, case.columns + 8, generator=generator).to(dtype)[:, :-8]
+    bias = torch.randn(case.rows, generator=generator).to(dtype) if case.bias else None
+    found = kernels.product(x, triton.weight_of(*weight, dtype), bias, config)
+    exact = naive.product(x, *weight) + (0.0 if bias is None else bias.double())
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < (1e-3 if dtype == torch.float16 else 6e-3)
+
+
+def test_few_sizes_need_every_kernel() -> None:
+    """Of weights of a 9B, for all numbers of tokens: each is built before a server is ready."""
+
+    def kernels(n: int) -> tuple[int, bool]:
+        config = choose_config(n, rows, columns)
+        return config.tokens, config.share * STEP < columns
+
+    for rows, columns in ((22656, 4480), (4480, 10240), (15680, 4480), (4480, 15680)):
+        needed = {kernels(n) for n in range(MIN_TOKENS, MAX_TOKENS + 1)}
+        assert sorted(map(kernels, sizes(rows, columns))) == sorted(needed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [65, 128, 256, 300, 512])
+@pytest.mark.parametrize("floats", [True, False], ids=["nvfp4", "int4"])
+def test_a_gpu_gives_the_product_at_real_sizes(tokens: int, floats: bool) -> None:
+    for rows, columns in ((22656, 4480), (4480, 15680)):
+        case = Case(tokens, rows, columns, 16 if floats else 128, floats)
+        weight = on(torch.device("cuda"), draw(case))
+        ready = triton.weight_of(*weight, torch.bfloat16)
+        if not supports(ready):
+            pytest.skip("needs a Hopper GPU")
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        exact = x.double() @ four_bit.dequantize(*weight).double().t()
+        found = product(x, ready, None)
+        assert (found.double() - exact).norm() / exact.norm() < 5e-3
+        assert torch.equal(found, product(x, ready, None))
