@@ -11,7 +11,6 @@ from torch import Tensor
 from mamba_eagle.backend.triton.products import SIXTEEN_BITS
 from mamba_eagle.kernels.experts import gluon as hopper
 from mamba_eagle.kernels.experts import triton as kernels
-from mamba_eagle.kernels.experts import triton_prompts as prompts
 from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
 from mamba_eagle.kernels.experts.triton_routes import SIZES as ROUTER_SIZES
@@ -125,7 +124,7 @@ def fuse_experts(
 
 class FusedExperts(ExpertLayer):
     """One token: no sorting. More: tiles of its tokens by expert. Prompts in 16 bits: a library's
-    grouped products; with scales of blocks: kernels of their own."""
+    grouped products; on Hopper with scales of blocks: kernels of their own."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class FusedExperts(ExpertLayer):
         if up.block:
             tiles = TILES_BLOCKS
         # whether many tokens have kernels of their own
-        self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and prompts.fits(up, down)
+        self.prompts = act == SILU_GATE and dtype == torch.bfloat16 and hopper.supports(up, down)
         if self.prompts and not exact:
             # fewer tokens are rounded as they are read
             self.input_rounding, self.rounded_from = up.rounding, MAX_SHARED + 1
@@ -160,7 +159,7 @@ class FusedExperts(ExpertLayer):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        many = prompts.SIZES if self.prompts else ()
+        many = (hopper.FROM,) if self.prompts else ()
         tiles = (sizes.tokens + 1 for sizes in self.forms[:-1])
         return (*ROUTER_SIZES, *tiles, *many, MAX_SHARED + 1)
 
@@ -197,10 +196,9 @@ class FusedExperts(ExpertLayer):
     def _each(self, x: Operand, pairs: Pairs) -> Tensor:
         """[pairs, size], in the order of triton.py."""
         n = len(pairs.routes.experts)
-        if self.prompts and n >= prompts.SIZES[0]:
+        if self.prompts and n >= hopper.FROM:
             place = sort_pairs(pairs.routes.experts, self.count)
-            module = hopper if hopper.supports(self.down) else prompts
-            return module.gated_experts(x, self.up, self.down, place)
+            return hopper.gated_experts(x, self.up, self.down, place)
         above, below = self._config(n)
         exact, rounding = unrounded(x), self.up.rounding
         given = Marked(exact, pairs.routes.weights)

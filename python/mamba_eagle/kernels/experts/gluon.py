@@ -1,4 +1,9 @@
-"""triton_prompts.py's experts on Hopper, with the same bits: products by warp groups.
+"""Gated experts of prompts on Hopper, in float8 with scales of blocks, with the bits of triton.py's
+tiles: products by warp groups.
+
+Pairs are the left factor, so that a thread needs the scales of two of them. Outputs of the first
+product stand in the order of experts; its programs have the rows of a group of the second one's
+inputs, so they round what they make.
 
 A program takes one tile of an expert's pairs after the other, with two blocks of 128 rows of its
 matrix. One warp group copies: rows of inputs, wherever they are, and by the copy engine weights.
@@ -24,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mamba_eagle.kernels.experts.triton import BLOCK, Stack
+from mamba_eagle.kernels.experts.triton import BLOCK, GROUPED, Stack
 from mamba_eagle.kernels.experts.triton_routes import Sorted
 from mamba_eagle.kernels.float8.torch import Operand, Rounded
 from mamba_eagle.kernels.float8.triton import empty_rounded, rounded, to_e4m3, token_scale
@@ -35,6 +40,7 @@ HOPPER = 9
 HALF = 64  # pairs of a warp group
 TILE = 2 * HALF  # and of a program
 STAGES = 4  # steps in shared memory
+FROM = 513  # tokens from which these kernels are faster than tiles
 # Triton 3.7 gave them other names
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -257,13 +263,17 @@ def _layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], gl.float8e4nv)
 
 
-def supports(down: Stack) -> bool:
-    """Whether this file's kernel can be used for experts that triton_prompts.py's fit."""
-    return capability(down.weight.device)[0] == HOPPER and down.weight.shape[1] % (2 * BLOCK) == 0
+def supports(up: Stack, down: Stack) -> bool:
+    """Whether this file's kernel can be used: matrices must be cut into whole blocks."""
+    stacks, (_, size, width) = (up, down), down.weight.shape
+    blocks = all(each.block == BLOCK and each.inputs == GROUPED for each in stacks)
+    whole = size % (2 * BLOCK) == 0 and width % BLOCK == 0
+    return blocks and whole and capability(down.weight.device)[0] == HOPPER
 
 
 def gated_experts(x: Operand, up: Stack, down: Stack, place: Sorted) -> Tensor:
-    """As triton_prompts.py's."""
+    """x [n, size] bfloat16, or rounded -> what the experts of all pairs make, [pairs, size], by
+    number."""
     assert up.rounding is not None and down.rounding is not None
     pairs, (count, size, width), device = len(place.order), down.weight.shape, down.weight.device
     tiles = torch.empty(1 + 3 * (cdiv(pairs, TILE) + count), dtype=torch.int32, device=device)
