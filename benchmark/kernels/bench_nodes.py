@@ -43,9 +43,7 @@ def compile_share(share: list[Job]) -> None:
     for job in share:
         SnapshotInputs(1, job.nodes).snapshot()[0]()
         for mode in job.modes:
-            config = choose_config(
-                job.batch, job.nodes, JOURNAL, NANO_9B, torch.bfloat16, bool(mode.fold)
-            )
+            config = choose_config(job.batch, job.nodes, JOURNAL, NANO_9B)
             Inputs(1, mode, layers=1, rows=JOURNAL + job.nodes).verify(config)[0]()
 
 

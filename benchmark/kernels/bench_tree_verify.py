@@ -106,17 +106,7 @@ def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
         measure_mode(found, mode_name, batch, best)
 
 
-def candidates(batch: int, mode: str) -> list[Config]:
-    found = [Config(64, 1, 4, 1, early=early) for early in (False, True)]
-    found += [Config(64, 1, 4, 1, bulk=True), Config(32, 1, 2, 1)]
-    if mode == "decode":
-        shapes = ((64, 8), (64, 4), (32, 4), (16, 1))
-        for (tile, warps), early in itertools.product(shapes, (False, True)):
-            found.append(Config(tile, 1, warps, 1, vector=True, early=early))
-    for tiles, bulk in itertools.product((2, 4, 5, 10), (False, True)):
-        if tiles * 8 <= 5 * batch:
-            found.append(Config(64, tiles, 4, 2, bulk))
-    return found
+CANDIDATES = list(itertools.starmap(Config, itertools.product((16, 32, 64), (False, True))))
 
 
 def compile_share(share: list[tuple[str, Config]]) -> None:
@@ -134,13 +124,13 @@ def compile_share(share: list[tuple[str, Config]]) -> None:
 def sweep(output: str | None, seconds: float) -> dict[tuple[str, int], Config]:
     start = time.monotonic()
     modes = ("tree", "decode", "tree_fold", "decode_fold", "tree_8", "tree_8_fold")
-    jobs = [(mode_name, config) for mode_name in modes for config in candidates(32, mode_name)]
+    jobs = [(mode_name, config) for mode_name in modes for config in CANDIDATES]
     compile_all(compile_share, jobs)
     print(f"compiled {len(jobs)} in {time.monotonic() - start:.0f} s")
     best = {}
     for mode_name, batch in itertools.product(modes, (32, 8, 1)):
         inputs, found = Inputs(batch, MODES[mode_name]), []
-        for config in candidates(batch, mode_name):
+        for config in CANDIDATES:
             if time.monotonic() - start > seconds:
                 print("out of time")
                 break

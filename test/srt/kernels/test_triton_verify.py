@@ -41,24 +41,14 @@ class Case(NamedTuple):
 SMALL = Sizes(8, 20, 2, 16)  # 4 heads are 5 tiles of 16, three of which lie in two heads
 CASES = [
     pytest.param(Case(SMALL, 5, 12, (12, 0, 7)), id="tiles-in-two-heads"),
-    pytest.param(
-        Case(SMALL, 5, 12, (12, 0, 7), (True, True, False), Config(16, 5, 4, 2)), id="fold"
-    ),
+    pytest.param(Case(SMALL, 5, 12, (12, 0, 7), (True, True, False)), id="fold"),
     pytest.param(Case(SMALL, 1, 9, (9, 0, 4)), id="decode"),
     pytest.param(Case(SMALL, 1, 9, (9, 0, 4), (True, True, False)), id="decode-fold"),
-    pytest.param(
-        Case(SMALL, 1, 9, (9, 0, 4), config=Config(16, 1, 4, 1)), id="decode-on-tensor-cores"
-    ),
-    pytest.param(
-        Case(SMALL, 5, 12, (12, 7), (True, False), Config(16, 1, 4, 1)), id="a-tile-a-program"
-    ),
+    pytest.param(Case(SMALL, 5, 12, (12, 7), (True, False), Config(16)), id="state-read-late"),
     pytest.param(
         Case(Sizes(2, 64, 1, 32), 17, 3, (2, 3), (True, False)), id="a-tile-is-a-head-fold"
     ),
     pytest.param(Case(SMALL, 9, 7, (7,), (True,), None, torch.float32, 60.0), id="underflow"),
-    pytest.param(
-        Case(SMALL, 5, 12, (12, 7), None, Config(16, 5, 4, 2, bulk=True)), id="bulk-copies"
-    ),
     pytest.param(Case(Sizes(2, 16, 2, 16), 64, 2, (2, 1)), id="64-nodes"),
     pytest.param(
         Case(SMALL, 5, 12, (12, 0, 7), (True, True, False), dtype=torch.bfloat16),
@@ -72,14 +62,8 @@ def gpu_cases() -> list[object]:
         "nano-tree": Case(NANO, 16, 16, (16, 0, 5)),
         "nano-fold": Case(NANO, 16, 16, (16, 0, 5), (True, True, False)),
         "nano-decode": Case(NANO, 1, 16, (16, 0, 5)),
-        "nano-decode-on-tensor-cores": Case(
-            NANO, 1, 16, (16, 0, 5), None, Config(64, 5, 4, 2, bulk=True)
-        ),
         "nano-batch-of-8": Case(NANO, 16, 16, (16, 0, 5, 16, 9, 1, 2, 3)),
         "nano-batch-of-4-fold": Case(NANO, 16, 16, (16, 0, 5, 9), (True, False, True, False)),
-        "nano-decode-by-wider-tiles": Case(
-            NANO, 1, 16, (16, 0, 5), None, Config(64, 1, 4, 1, vector=True)
-        ),
         "nano-decode-fold": Case(NANO, 1, 16, (16, 0, 5), (False, True, True)),
         "nano-64-nodes-64-rows": Case(NANO, 64, 64, (64, 33), (True, False)),
         "nano-underflow": Case(NANO, 16, 16, (16, 9), (True, True), largest_step=60.0),
@@ -94,15 +78,7 @@ def gpu_cases() -> list[object]:
         found.append(pytest.param(case._replace(dtype=torch.bfloat16), id=name))
         if name in ("nano-fold", "p64-n128-g1"):
             found.append(pytest.param(case, id=name + "-float32-rows"))
-    for config in (
-        Config(64, 4, 4, 2),
-        Config(64, 5, 8, 3),
-        Config(32, 8, 4, 2),
-        Config(64, 4, 4, 2, bulk=True),
-        Config(64, 1, 4, 1, bulk=True),
-        Config(64, 1, 4, 1, early=True),
-        Config(64, 5, 4, 2, bulk=True, early=True),
-    ):
+    for config in (Config(64), Config(64, early=True), Config(32)):
         case = cases["nano-fold"]._replace(config=config, dtype=torch.bfloat16)
         found.append(pytest.param(case, id=f"nano-fold-{config}"))
     for name, case in registers_cases().items():

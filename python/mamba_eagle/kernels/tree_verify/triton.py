@@ -1,11 +1,9 @@
 """tree_verify and fold of torch.py in one pass over the state; rows and states are read in place.
 
-A program owns some tiles of one group of one request; a tile is TILE of the H*P channels with all N
-numbers of each. The heads of a group share B and C, so B·Cᵀ is formed once; then tile after tile
-goes through the tensor cores while the next ones are loaded. Tiles are powers of two; P need not be
-one, so a tile may lie in two heads (of 80 channels, 4 heads are 5 tiles of 64) and then uses the
-weights of both. Plain decoding, a tree of one node, has a kernel of its own. In a step in which
-requests may fold, those that do are left to a second launch, whose other programs end at once.
+A program owns a tile of a request: TILE of the H*P channels with all N numbers of each. Tiles are
+powers of two; P need not be one, so a tile may lie in two heads (of 80 channels, 4 heads are 5
+tiles of 64) and then uses the weights of both. In a step in which requests may fold, those that do
+are left to a second launch, whose other programs end at once.
 
 Precision: rows of 16 bits are exact factors, what multiplies them is split into two 16-bit numbers
 (to 2**-16), and S0·C takes S0 in tf32. With float32 rows every product consists of three tf32
@@ -20,10 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.gpu import next_power_of_2, overlapping
-from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
@@ -39,11 +35,6 @@ class Config(NamedTuple):
     """How the work is divided; the result does not depend on it."""
 
     tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
-    tiles: int  # per program
-    warps: int
-    stages: int  # tiles in flight
-    bulk: bool = False  # load states with the bulk copy engine (TMA)
-    vector: bool = False  # for one node and no fold: no tensor cores
     early: bool = False  # read the state before the previous kernel has ended
 
 
@@ -58,7 +49,6 @@ def _is_mine(fold, request, length, FOLDING: tl.constexpr):
 
 
 # not specialized: layers 1 and 16 should not need new machine code
-@Staged
 @triton.jit(do_not_specialize=["layer"])
 def _tree_verify_kernel(
     xB,  # [R, W, H*P + G*N]
@@ -67,8 +57,7 @@ def _tree_verify_kernel(
     C,  # [b, T, G*N]
     D,  # [H]
     state,  # [slots, H, P, N]
-    after_journal,  # state again: with one pointer, addresses would take registers in all stages
-    state_rows,  # descriptor of state as [slots*H*P, N], or None
+    after_journal,  # state again, to be written: with one pointer, addresses would take registers
     y,  # [b, T, H*P]
     slots,
     state_slots,
@@ -90,19 +79,16 @@ def _tree_verify_kernel(
     TP: tl.constexpr,  # nodes, padded
     J: tl.constexpr,  # packed rows [tree ; journal], padded
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
-    TILES: tl.constexpr,  # per program, all in one group
     FOLDING: tl.constexpr,  # handles the requests that fold; otherwise the ones that don't
     EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     TWO_HEADS: tl.constexpr = P % TILE != 0
     WIDTH: tl.constexpr = H * P + G * N
-    ONE_LOAD: tl.constexpr = TILES == 1 and state_rows is None
-    first_tile = tl.program_id(0) * TILES
+    first = tl.program_id(0) * TILE
     request = tl.program_id(1)
-    group = first_tile * TILE // (H // G * P)
+    group = first // (H // G * P)
 
     if not EARLY:
         previous_done(OVERLAP)
@@ -116,8 +102,7 @@ def _tree_verify_kernel(
     after_journal += state_slot * state_stride
     n = tl.arange(0, N)
     in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
-    if ONE_LOAD:  # the load that takes longest is started first
-        only = tl.load(state + first_tile * TILE * N + in_tile)
+    before = tl.load(state + first * N + in_tile)  # [TILE, N], the load that takes longest
     if EARLY:
         previous_done(OVERLAP)
 
@@ -154,156 +139,61 @@ def _tree_verify_kernel(
     if C_nodes.dtype != state.dtype.element_ty:
         C_nodes = C_nodes.to(tl.float32)
 
-    for i in tl.range(0, TILES, num_stages=STAGES):
-        first = (first_tile + i) * TILE
-        channel = first + tl.arange(0, TILE)  # of the flat H*P
-        head = first // P
-        x_rows = xB + row * WIDTH
-        x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
-        step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
-        row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
-        node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
-        skip = tl.load(D + head)
-        if FOLDING:  # the nodes' L counts from the end of the journal
-            end_log = tl.load(log_decay + last_row * H + head)
-            row_log += tl.where(is_node, end_log, 0.0)
-            node_log += end_log
-        if TWO_HEADS:
-            head_2 = (first + TILE - 1) // P
-            in_first = channel < (head + 1) * P
-            step_2 = tl.load(dt + row * H + head_2, mask=valid_rows, other=0.0)
-            row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
-            node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
-            skip_2 = tl.load(D + head_2)
-            if FOLDING:
-                end_log_2 = tl.load(log_decay + last_row * H + head_2)
-                row_log_2 += tl.where(is_node, end_log_2, 0.0)
-                node_log_2 += end_log_2
-        if ONE_LOAD:
-            before = only
-        elif state_rows is not None:
-            before = state_rows.load([state_slot.to(tl.int32) * (H * P) + first, 0])
-        else:
-            before = tl.load(state + first * N + in_tile)  # [TILE, N]
-
-        weights = dual_weights(row_log, node_log, step, skip, scores, visible, own)
-        node_decay = tl.exp(node_log)[None, :]
-
-        added = tl.zeros([TILE, TP], tl.float32)
-        added = split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
-        if TWO_HEADS:
-            weights = dual_weights(row_log_2, node_log_2, step_2, skip_2, scores, visible, own)
-            added_2 = tl.zeros([TILE, TP], tl.float32)
-            added_2 = split_dot(tl.trans(x), weights, added_2, PRECISION)
-            added = tl.where(in_first[:, None], added, added_2)
-            node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
-
-        from_state = tl.zeros([TILE, TP], tl.float32)
-        from_state = exact_dot(before.to(C_nodes.dtype), C_nodes, from_state, PRECISION)
-        outputs = y + node[None, :] * (H * P) + channel[:, None]
-        tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
-
-        if FOLDING:
-            share = end_shares(row_log, end_log, step, in_journal)[:, None]
-            decay = tl.exp(end_log)
-            if TWO_HEADS:
-                share_2 = end_shares(row_log_2, end_log_2, step_2, in_journal)[:, None]
-                share = tl.where(in_first[None, :], share, share_2)
-                decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
-            dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
-            gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
-            after = before.to(tl.float32) * decay + gained
-            if round_keys is not None:
-                key, place = tl.load(round_keys + request), first * N + in_tile
-                after = round_state(after, key, layer, place, state.dtype.element_ty)
-            tl.store(after_journal + first * N + in_tile, after)
-
-
-@triton.jit
-def _one_node_kernel(
-    xB,
-    dt,
-    log_decay,
-    C,
-    D,
-    state,
-    y,
-    slots,
-    state_slots,
-    journal,
-    journal_len,
-    rows,
-    fold,
-    W,
-    M,
-    state_stride,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    J: tl.constexpr,
-    TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """A tree of one node, for a request that does not fold: products with a vector, in float32."""
-    WIDTH: tl.constexpr = H * P + G * N
-    first = tl.program_id(0) * TILE
-    request = tl.program_id(1)
-    group = first // (H // G * P)
+    channel = first + tl.arange(0, TILE)  # of the flat H*P
     head = first // P
-    head_2 = (first + TILE - 1) // P
-    channel = first + tl.arange(0, TILE)
-    packed = tl.arange(0, J)  # the node, then the journal
-    n = tl.arange(0, N)
-
-    if not EARLY:
-        previous_done(OVERLAP)
-    length = tl.load(journal_len + request).to(tl.int32)
-    if not _is_mine(fold, request, length, False):
-        if EARLY:
-            previous_done(OVERLAP)
-        return
-    state_slot = tl.load(state_slots + request).to(tl.int64)
-    state += state_slot * state_stride + first * N
-    before = tl.load(state + tl.arange(0, TILE)[:, None] * N + n[None, :])  # [TILE, N]
-    if EARLY:
-        previous_done(OVERLAP)
-
-    slot = tl.load(slots + request).to(tl.int64)
-    own_row = tl.load(rows + request).to(tl.int32)
-    in_table = (packed >= 1) & (packed <= M)
-    journal_row = tl.load(journal + request * M + packed - 1, mask=in_table, other=0).to(tl.int32)
-    valid = (packed == 0) | (in_table & (packed <= length))
-    row = tl.where(packed == 0, own_row, tl.where(valid, journal_row, 0))
-    xB += slot * W * WIDTH
-    dt += slot * W * H
-    log_decay += slot * W * H
-
-    x = tl.load((xB + row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
-    B_rows = xB + row * WIDTH + H * P + group * N
-    B = tl.load(B_rows[:, None] + n[None, :], mask=valid[:, None], other=0.0)  # [J, N]
-    C_node = tl.load(C + (request * G + group) * N + n).to(tl.float32)
-    step = tl.load(dt + row * H + head, mask=valid, other=0.0)
-    step_2 = tl.load(dt + row * H + head_2, mask=valid, other=0.0)
-    row_log = tl.load(log_decay + row * H + head, mask=valid, other=0.0)
-    row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid, other=0.0)
-    node_log = tl.load(log_decay + own_row * H + head)
-    node_log_2 = tl.load(log_decay + own_row * H + head_2)
+    x_rows = xB + row * WIDTH
+    x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
+    step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
+    row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
+    node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
     skip = tl.load(D + head)
-    skip_2 = tl.load(D + head_2)
+    if FOLDING:  # the nodes' L counts from the end of the journal
+        end_log = tl.load(log_decay + last_row * H + head)
+        row_log += tl.where(is_node, end_log, 0.0)
+        node_log += end_log
+    if TWO_HEADS:
+        head_2 = (first + TILE - 1) // P
+        in_first = channel < (head + 1) * P
+        step_2 = tl.load(dt + row * H + head_2, mask=valid_rows, other=0.0)
+        row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
+        node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
+        skip_2 = tl.load(D + head_2)
+        if FOLDING:
+            end_log_2 = tl.load(log_decay + last_row * H + head_2)
+            row_log_2 += tl.where(is_node, end_log_2, 0.0)
+            node_log_2 += end_log_2
 
-    scores = tl.sum(B.to(tl.float32) * C_node[None, :], 1)  # [J]
-    weights = tl.exp(tl.where(valid, node_log - row_log, float("-inf"))) * step * scores
-    weights_2 = tl.exp(tl.where(valid, node_log_2 - row_log_2, float("-inf"))) * step_2 * scores
-    weights += tl.where(packed == 0, skip, 0.0)
-    weights_2 += tl.where(packed == 0, skip_2, 0.0)
-    in_first = channel < (head + 1) * P
-    shares = tl.where(in_first[None, :], weights[:, None], weights_2[:, None])
-    added = tl.sum(x.to(tl.float32) * shares, 0)  # [TILE]
-    from_state = tl.sum(before.to(tl.float32) * C_node[None, :], 1)
-    decay = tl.where(in_first, tl.exp(node_log), tl.exp(node_log_2))
-    tl.store(y + request * (H * P) + channel, added + decay * from_state)
+    weights = dual_weights(row_log, node_log, step, skip, scores, visible, own)
+    node_decay = tl.exp(node_log)[None, :]
+
+    added = tl.zeros([TILE, TP], tl.float32)
+    added = split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
+    if TWO_HEADS:
+        weights = dual_weights(row_log_2, node_log_2, step_2, skip_2, scores, visible, own)
+        added_2 = tl.zeros([TILE, TP], tl.float32)
+        added_2 = split_dot(tl.trans(x), weights, added_2, PRECISION)
+        added = tl.where(in_first[:, None], added, added_2)
+        node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
+
+    from_state = tl.zeros([TILE, TP], tl.float32)
+    from_state = exact_dot(before.to(C_nodes.dtype), C_nodes, from_state, PRECISION)
+    outputs = y + node[None, :] * (H * P) + channel[:, None]
+    tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
+
+    if FOLDING:
+        share = end_shares(row_log, end_log, step, in_journal)[:, None]
+        decay = tl.exp(end_log)
+        if TWO_HEADS:
+            share_2 = end_shares(row_log_2, end_log_2, step_2, in_journal)[:, None]
+            share = tl.where(in_first[None, :], share, share_2)
+            decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
+        dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
+        gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
+        after = before.to(tl.float32) * decay + gained
+        if round_keys is not None:
+            key, place = tl.load(round_keys + request), first * N + in_tile
+            after = round_state(after, key, layer, place, state.dtype.element_ty)
+        tl.store(after_journal + first * N + in_tile, after)
 
 
 def channel_tiles(sizes: Sizes) -> list[int]:
@@ -321,34 +211,12 @@ def channel_tiles(sizes: Sizes) -> list[int]:
     return fitting
 
 
-def choose_config(
-    batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, folding: bool = False
-) -> Config:
-    """The best on an H100 at Nemotron-Nano-9B-v2's sizes; see benchmark/kernels.md.
-
-    In a small batch each tile has a program, which starts by loading it. From about two programs
-    per multiprocessor on, five tiles share what is read for their group, until there are this many
-    programs that running more of them at once gains more. One tile per program where shared memory
-    or registers would not suffice for more.
-    """
-    fitting = channel_tiles(sizes)
-    tile = fitting[-1]
-    channels = sizes.heads // sizes.groups * sizes.head_dim
-    programs = batch * sizes.groups * channels // tile
-    if nodes == 1 and not folding:
-        # with many programs, those that wait early would only occupy multiprocessors
-        early = programs < 512
-        wide = not early and batch > 16
-        return Config(min(64 if wide else 32, tile), 1, 8 if wide else 4, 1, False, True, early)
-    many_states, many_rows = sizes.state_size > 128, nodes + rows > 64
-    if many_states and many_rows:
-        return Config(min(32, tile), 1, 4, 1)
-    if many_states or many_rows or dtype == torch.float32 or programs < 512:
-        return Config(tile, 1, 4, 1, early=programs < 512)
-    tiles = max(t for t in range(1, 6) if channels // tile % t == 0)
-    if folding:
-        return Config(tile, tiles, 4, 2)
-    return Config(tile, 1, 4, 1, bulk=True) if programs > 4096 else Config(tile, tiles, 4, 2, True)
+def choose_config(batch: int, nodes: int, rows: int, sizes: Sizes) -> Config:
+    """In a small batch programs start by loading their tile."""
+    tile = channel_tiles(sizes)[-1]
+    if sizes.state_size > 128 and nodes + rows > 64:
+        return Config(min(32, tile))
+    return Config(tile, early=batch * sizes.heads * sizes.head_dim // tile < 512)
 
 
 def tree_verify(
@@ -374,75 +242,26 @@ def tree_verify(
         layer: part of the key of the noise that rounds a folded state (``step.round_keys``).
     Returns: [b*T, H*P], dtype of the rows.
     """
-    b, T = step.rows.shape
-    H, P = sizes.heads, sizes.head_dim
+    (b, T), M, W = step.rows.shape, step.journal.shape[1], buffers.xB.shape[1]
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
-    y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
+    config = config or choose_config(b, T, M, sizes)
+    channels = sizes.heads * sizes.head_dim
+    y = torch.empty(b * T, channels, dtype=buffers.xB.dtype, device=C.device)
     # two launches instead of a branch: folding would take registers from the other side, and ptxas
     # 12.8 mixes up shared memory addresses where both sides of a branch multiply
     for folding in (False,) if step.fold is None else (False, True):
-        chosen = config or choose_config(
-            b, T, step.journal.shape[1], sizes, buffers.xB.dtype, folding
+        _tree_verify_kernel[(channels // config.tile, b)](
+            *(*buffers, C, D, state, state, y, *step.up_to_rows, step.ancestors, step.fold),
+            *(step.round_keys if folding else None, layer, T, W, M, state.stride(0)),
+            **sizes.constants,
+            TP=max(16, next_power_of_2(T)),
+            J=max(16, next_power_of_2(T + M)),
+            TILE=config.tile,
+            FOLDING=folding,
+            EARLY=config.early,
+            PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
+            num_warps=4,
+            **overlapping(C.device),
         )
-        if chosen.vector and T == 1 and not folding:
-            _launch_one_node(buffers, C, D, state, y, step, sizes, chosen)
-        else:
-            _launch(buffers, C, D, state, y, step, sizes, chosen, folding, layer)
     return y
-
-
-def _launch_one_node(
-    buffers: RowBuffers,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    y: Tensor,
-    step: TreeLayout,
-    sizes: Sizes,
-    config: Config,
-) -> None:
-    W, (b, M) = buffers.xB.shape[1], step.journal.shape
-    _one_node_kernel[(sizes.heads * sizes.head_dim // config.tile, b)](
-        *(*buffers, C, D, state, y, *step.up_to_rows, step.fold, W, M, state.stride(0)),
-        **sizes.constants,
-        J=next_power_of_2(1 + M),
-        TILE=config.tile,
-        EARLY=config.early,
-        num_warps=config.warps,
-        **overlapping(C.device, config.early),
-    )
-
-
-def _launch(
-    buffers: RowBuffers,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    y: Tensor,
-    step: TreeLayout,
-    sizes: Sizes,
-    config: Config,
-    folding: bool,
-    layer: int,
-) -> None:
-    (b, T), (H, P, _, N) = step.rows.shape, sizes
-    W, M = buffers.xB.shape[1], step.journal.shape[1]
-    state_rows = None
-    if config.bulk:
-        state_rows = TensorDescriptor.from_tensor(state.view(-1, N), [config.tile, N])
-    _tree_verify_kernel[(H * P // (config.tile * config.tiles), b)](
-        *(*buffers, C, D, state, state, state_rows, y, *step.up_to_rows, step.ancestors),
-        *(step.fold, step.round_keys if folding else None, layer, T, W, M, state.stride(0)),
-        **sizes.constants,
-        TP=max(16, next_power_of_2(T)),
-        J=max(16, next_power_of_2(T + M)),
-        TILE=config.tile,
-        TILES=config.tiles,
-        FOLDING=folding,
-        EARLY=config.early,
-        PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
-        STAGES=config.stages,
-        num_warps=config.warps,
-        **overlapping(C.device),
-    )
