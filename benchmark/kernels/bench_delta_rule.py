@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
-from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, graph_us
 from mamba_eagle.kernels.delta_rule.rows import DeltaRows
 from mamba_eagle.kernels.delta_rule.triton import Config, tree_verify
 from mamba_eagle.kernels.delta_rule.triton_fold import fold_journals
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_verify.layout import Folds, Sizes, TreeLayout
 from mamba_eagle.layers.delta_rule import L2_EPS
 
@@ -62,7 +62,7 @@ class Inputs:
             journal_len=torch.full((b,), M, device=device),
             rows=numbers[:, M:].contiguous(),
             parents=(numbers[:, :T] - 1).clamp(min=0).contiguous(),
-            ancestors=pack_ancestors(chain)[..., 0].contiguous(),
+            ancestors=pack_paths(chain)[..., 0].contiguous(),
             tail=numbers[:, :3].contiguous(),
         )
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.torch.attention import PagedAttention
 from mamba_eagle.bench import results
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
 from mamba_eagle.model_config import AttentionConfig
 
@@ -76,7 +76,7 @@ class Inputs:
         for i, parent in enumerate(parents):
             seen[i] |= seen[parent]
         self.ancestors = seen[mode.old :].cuda().expand(batch, -1, -1)  # [b, T, E]
-        self.masks = pack_ancestors(self.ancestors)
+        self.masks = pack_paths(self.ancestors)
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
         packed = torch.randn(batch * T, sum(heads), model.head_dim, device="cuda").bfloat16()
         self.q, self.k, self.v = packed.split(heads, dim=1)

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import Launch, Report, graph_us
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingSize
@@ -25,7 +24,8 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
+from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes
 from mamba_eagle.kernels.tree_verify import triton_rows
 from mamba_eagle.kernels.tree_verify.layout import (
     Paths,
@@ -94,9 +94,6 @@ class Inputs:
     def masks(self) -> object:
         return pack_paths(self.tree.ancestors)
 
-    def torch_masks(self) -> object:
-        return pack_ancestors(self.tree.ancestors)
-
     def lanes(self) -> None:
         seen = None
         for used in range(0, TOPK * (STEPS - 1), TOPK):
@@ -106,7 +103,7 @@ class Inputs:
         seen = None
         for _ in range(STEPS - 1):
             seen = seen_by_next(seen, self.above)
-            pack_ancestors(seen)
+            pack_paths(seen)
 
     def rows(self, begin: Callable[..., TreeLayout], accept: Callable[..., None]) -> None:
         tree, accepted = self.tree, self.accepted
@@ -132,7 +129,7 @@ class Inputs:
         yield "top_tokens", self.top
         yield "tree", self.grow
         yield "accept", self.accept
-        yield "masks", self.masks if triton else self.torch_masks
+        yield "masks", self.masks
         yield "lane_masks", self.lanes if triton else self.torch_lanes
         rows = (triton_rows.begin_rows, triton_rows.accept_rows)
         yield "rows", partial(self.rows, *(rows if triton else (begin_rows, accept_rows)))
@@ -152,7 +149,7 @@ def begin_rows(
         journal_len=length,
         rows=free_rows(path, length, h, room.rows, parents.shape[1]),
         parents=parents,
-        ancestors=pack_ancestors(ancestors)[..., 0],
+        ancestors=pack_paths(ancestors)[..., 0],
         tail=path.gather(1, length[:, None] + offsets),
         fold=length + room.accepts > room.max_journal,
     )

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.lib.ancestors import pack_ancestors
 from benchmark.lib.launches import ROTATED_BYTES, Launch
 from mamba_eagle.kernels.causal_conv.triton import Config as ConvConfig
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_verify import gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
@@ -84,7 +84,7 @@ class Inputs:
             journal_len=torch.full((batch,), journal),
             rows=order[:, journal : journal + T],
             parents=parents,
-            ancestors=pack_ancestors(ancestors)[..., 0],
+            ancestors=pack_paths(ancestors)[..., 0],
             tail=path[:, -(CONV_KERNEL - 1) :],
             fold=None if mode.fold is None else torch.arange(batch) < round(batch * mode.fold),
         )

@@ -89,15 +89,11 @@ class PendingEntries:
         """
         b, width = accepted.nodes.shape
         if self.features.shape[2]:
-            entries = entry_features(self._rows_of(features, accepted.nodes)).view(b, width, -1)
+            index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
+            entries = entry_features(features.gather(1, index).flatten(0, 1)).view(b, width, -1)
         else:
             entries = features.new_empty(b, width, 0)
         self._append(slots, accepted, entries)
-
-    def _rows_of(self, features: Tensor, nodes: Tensor) -> Tensor:
-        """The nodes' features, [b*D, F]: features [b, T, F], nodes [b, D] int64."""
-        index = nodes[..., None].expand(-1, -1, features.shape[2])
-        return features.gather(1, index).flatten(0, 1)
 
     def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
         """entries: [b, D, features], features of the accepted tokens' entries."""

@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from triton_rig import triton_backend
 
-from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.backend.attention import PromptSpan, TreeNodes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.triton.attention import TritonTreeAttention
@@ -25,6 +24,7 @@ from mamba_eagle.backend.triton.exact_attention import ExactPrompts, ExactTreeAt
 from mamba_eagle.kernels.exact_attention import naive
 from mamba_eagle.kernels.exact_attention import triton as kernels
 from mamba_eagle.kernels.exact_attention.triton_pages import lay_out
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_verify.naive import root_path
 from mamba_eagle.model_config import AttentionConfig
 
@@ -246,7 +246,7 @@ def test_pages_hold_whole_paths_in_their_steps() -> None:
     for nodes, reach in ((1, 1), (2, 1), (16, 1), (16, 3), (16, 64), (64, 2)):
         prefixes = [0, 63, 90, 1000 + nodes]
         seen = torch.stack([ancestors(random_tree(rng, nodes, reach)) for _ in prefixes])
-        masks = pack_ancestors(seen)[..., 0].to(DEVICE)
+        masks = pack_paths(seen)[..., 0].to(DEVICE)
         count, page_of, columns = lay_out(masks, torch.tensor(prefixes, device=DEVICE))
         for i, prefix in enumerate(prefixes):
             own, depth = seen[i], seen[i].sum(1) - 1

@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.kernels.float8.torch import to_e4m3
 from mamba_eagle.kernels.tree_attention import naive
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_attention.triton import (
     Config,
     choose_config,
@@ -139,7 +139,7 @@ class Batch:
             self.slots,
             self.prefix,
             self.own,
-            pack_ancestors(self.visible),
+            pack_paths(self.visible),
             SCALE,
             self.case.config,
             self.case.window,

@@ -14,10 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from benchmark.lib.ancestors import pack_ancestors
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host
 from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout
 from mamba_eagle.tree.tree import Tree
 
@@ -68,7 +68,7 @@ def tree_layout(
         journal_len=torch.tensor(journal_lens or [0] * b),
         rows=rows,
         parents=tree.parents,
-        ancestors=pack_ancestors(tree.ancestors)[..., 0],
+        ancestors=pack_paths(tree.ancestors)[..., 0],
         tail=torch.zeros(b, 3, dtype=torch.int64) if tail is None else tail,
         fold=None if fold is None else torch.tensor(fold),
     )

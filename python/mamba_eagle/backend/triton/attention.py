@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import BlockRows, LaneAttention, TreeNodes
 from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_attention.triton import paged_tree_attention
-from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
+from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes
 from mamba_eagle.layers.block_attention import BlockAttention, block_mask
 from mamba_eagle.layers.context import AttentionView
 

@@ -26,13 +26,12 @@ from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.prompt_attention import GatheredPrompts
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
-from mamba_eagle.kernels.accept.triton_pending import append_pending, rows_of, take_pending
+from mamba_eagle.kernels.accept.triton_pending import append_pending, take_pending
 from mamba_eagle.kernels.best_token import triton as best_token
 from mamba_eagle.kernels.draft_tree.triton import Grown, Lanes, expand, select
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.prompt_attention import gluon as prompt_attention
 from mamba_eagle.kernels.sampling.triton import sample_nodes
-from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
 from mamba_eagle.kernels.state_rounding.triton import token_keys
 from mamba_eagle.kernels.token_mask.triton import mask_logits
@@ -40,7 +39,7 @@ from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_parts import triton as parts
-from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates, Frontier
@@ -57,9 +56,6 @@ class TritonPendingEntries(PendingEntries):
         tables = (table.remaining, self.processed, self.pending, self.tokens, table.kv_slots)
         take_pending(slots, counts, *tables, self.padding_slot, *accepted, *taken[1:])
         return taken
-
-    def _rows_of(self, features: Tensor, nodes: Tensor) -> Tensor:
-        return rows_of(features, nodes)
 
     def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
         new = (accepted.tokens, accepted.count, entries)
@@ -253,5 +249,4 @@ class TritonBackend(Backend):
     best_of = staticmethod(best_token.best_of)
     best_keys = staticmethod(best_token.best_keys)
     best_tokens = staticmethod(best_token.best_tokens)
-    count_tokens = staticmethod(count_tokens)
     sample_nodes = staticmethod(sample_nodes)

@@ -7,8 +7,8 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import SnapshotScheme
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
-from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
-from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.kernels.causal_conv.triton import tree_conv
+from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -71,7 +71,8 @@ class TritonSnapshot(SnapshotScheme):
         rows = layout.rows.gather(1, accepted.nodes) + own.history
         path = torch.cat([own.offsets.expand(len(count), -1), rows], dim=1)
         places = path.gather(1, count[:, None] + own.offsets)
-        move_history(own.conv_in, layout.slots, places, count)
+        slots, history = layout.slots[:, None], own.conv_in
+        history[:, slots, own.offsets] = history[:, slots, places]
 
     def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
         return layout.ancestors

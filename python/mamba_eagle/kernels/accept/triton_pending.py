@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
+from mamba_eagle.kernels.gpu import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["E", "width", "positions", "padding_slot"])
@@ -154,32 +154,3 @@ def append_pending(
         BLOCK=min(2048, next_power_of_2(max(F, 1))),
         num_warps=4 if F else 1,
     )
-
-
-@triton.jit(do_not_specialize=["T"])
-def _rows_kernel(
-    features,  # [b, T, F]
-    nodes,  # [b, D]
-    out,  # [b*D, F]
-    T,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    to = tl.program_id(0).to(tl.int64)
-    source = to // D * T + tl.load(nodes + to)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(features + source * F + column, mask=column < F)
-    tl.store(out + to * F + column, row, mask=column < F)
-
-
-def rows_of(features: Tensor, nodes: Tensor) -> Tensor:
-    """Features of each request's nodes: features [b, T, F], nodes [b, D] -> [b*D, F]."""
-    (b, D), (T, F) = nodes.shape, features.shape[1:]
-    out = features.new_empty(b * D, F)
-    block = min(1024, next_power_of_2(F))
-    grid = (b * D, cdiv(F, block))
-    _rows_kernel[grid](
-        features.contiguous(), nodes.contiguous(), out, T, D=D, F=F, BLOCK=block, num_warps=4
-    )
-    return out

@@ -52,3 +52,13 @@ def sink_attention(
     weights = torch.cat([scores, rest], dim=-1).softmax(-1)[..., :-1]
     out = weights @ v.float().transpose(1, 2)[:, :, None]  # [b, kv, group, T, D]
     return out.permute(0, 3, 1, 2, 4).reshape(b, T, heads, D).to(q.dtype)
+
+
+def pack_paths(ancestors: Tensor) -> Tensor:
+    """Which of E nodes each of T sees, as bits: [b, T, E] bool -> [b, T, ceil(E / 64)] int64; node
+    e is bit e % 64 of word e // 64."""
+    words = []
+    for part in ancestors.split(64, dim=2):
+        bits = torch.arange(part.shape[2], device=part.device)
+        words.append((part.long() << bits).sum(2))
+    return torch.stack(words, dim=2)

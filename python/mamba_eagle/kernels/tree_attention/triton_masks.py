@@ -1,4 +1,4 @@
-"""Ancestor sets as bit masks, one launch each: packing them, and continuing those of lanes."""
+"""Ancestor sets of lanes as bit masks, continued in one launch."""
 
 from typing import NamedTuple
 
@@ -10,48 +10,6 @@ from torch import Tensor
 from mamba_eagle.kernels.gpu import cdiv, next_power_of_2
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
-
-
-@triton.jit
-def _pack_kernel(
-    ancestors,  # [b, T, E] uint8
-    masks,  # [b, T, WORDS]
-    T,
-    E,
-    request_stride,
-    node_stride,
-    member_stride,
-    WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,  # of a word, padded
-):
-    word = tl.program_id(0) % WORDS
-    row = tl.program_id(0) // WORDS * ROWS + tl.arange(0, ROWS)
-    request = tl.program_id(1).to(tl.int64)
-    bit = tl.arange(0, BITS)
-    member = word * WORD + bit
-    inside = (row < T)[:, None] & (member < E)[None, :]
-    at = row[:, None] * node_stride + member[None, :] * member_stride
-    seen = tl.load(ancestors + request * request_stride + at, mask=inside, other=0)
-    packed = tl.sum(seen.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
-    tl.store(masks + (request * T + row) * WORDS + word, packed, mask=row < T)
-
-
-def pack_paths(ancestors: Tensor) -> Tensor:
-    """Which of E nodes each of T sees, as bits: [b, T, E] bool of any strides ->
-    [b, T, ceil(E / 64)] int64; node e is bit e % 64 of word e // 64."""
-    b, T, E = ancestors.shape
-    words = cdiv(E, 64)
-    masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)
-    rows = min(8, next_power_of_2(T))
-    _pack_kernel[(cdiv(T, rows) * words, b)](
-        *(ancestors.view(torch.uint8), masks, T, E, *ancestors.stride()),
-        WORDS=words,
-        ROWS=rows,
-        BITS=min(64, next_power_of_2(E)),
-        num_warps=1,
-    )
-    return masks
 
 
 @triton.jit(do_not_specialize=["old", "first_slot", "lanes"])
