@@ -1,6 +1,6 @@
 """RMSNorm, the gated norm, relu squared and rotary encoding, in each form against naive.py.
 
-What FlashInfer does of them, and how layers choose, is in test_pointwise.py.
+How layers choose is in test_pointwise.py.
 """
 
 from __future__ import annotations
