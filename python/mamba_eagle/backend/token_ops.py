@@ -17,6 +17,7 @@ from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
 from mamba_eagle.tree.accept import Truncated, accept, truncate
 from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.simulate import Forced, forced_path
 from mamba_eagle.tree.tree import Tree
 
 
@@ -107,6 +108,19 @@ class TokenOps:
         """
         path = accept(tree, target, max_depth)
         return truncate(path, table.stop_tokens[slots], table.remaining[slots])
+
+    def accept_forced(
+        self,
+        table: RequestTable,
+        slots: Tensor,
+        tree: Tree,
+        target: Tensor,
+        max_depth: int,
+        forced: Forced,
+    ) -> Truncated:
+        """``accept_tokens`` of a forced path, for timing."""
+        made = forced_path(tree, target, max_depth, *forced)
+        return self.accept_tokens(table, slots, *made, max_depth)
 
     # ── sampling ──
 

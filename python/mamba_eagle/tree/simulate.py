@@ -3,10 +3,19 @@
 Not part of serving: the accepted tokens are not the target's, so the text is meaningless.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from mamba_eagle.tree.tree import Tree
+
+
+class Forced(NamedTuple):
+    """The last two of ``forced_path``, on the device."""
+
+    length: Tensor  # [] float64
+    step: Tensor  # [] int64
 
 
 def forced_path(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter
+from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter, runs_kernels
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.kernels.accept import naive
 from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.simulate import Forced
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 torch.set_num_threads(1)
@@ -137,6 +139,33 @@ def test_a_step_is_accepted_and_committed(form: str, nodes: int) -> None:
         endings |= set(zip(found.count.tolist(), found.finished.tolist()))
     assert {(0, True), (0, False), (1, False), (1, True)} <= endings, "the cases are all alike"
     assert nodes < 8 or max(endings) > (3, False), "the cases are all short"
+
+
+@runs_kernels
+@pytest.mark.parametrize("nodes", [1, 4, 12], ids="nodes{}".format)
+def test_a_forced_path_is_that_of_torch(nodes: int) -> None:
+    """Of chains, trees of two and three children, and nodes at which no token could be sampled."""
+    generator, index = torch.Generator().manual_seed(nodes), torch.arange(nodes)
+    parents = torch.stack([(index - 1).clamp(min=0) // children for children in (1, 2, 3)])
+    depths = ancestor_matrix(parents, nodes).sum(2) - 1
+    tokens, target = torch.randint(0, VOCAB, (2, 3, nodes), generator=generator)
+    target[torch.rand(target.shape, generator=generator) < 0.3] = -1
+    tree = Tree(tokens, parents, depths, ancestor_matrix(parents, nodes), torch.zeros(3, nodes))
+    table = random_table(generator, 3)
+    slots = torch.randperm(PADDED, generator=generator)[:3]
+    for length, number in itertools.product((1.0, 2.5, 2.97, 6.0), range(4)):
+        forced = Forced(torch.tensor(length, dtype=torch.float64), torch.tensor(number))
+        inputs = (tree, target, nodes - 1, forced)
+        wanted = backend_of("torch").accept_forced(table, slots, *inputs)
+        ours = (Tree(*(part.to(DEVICE) for part in tree)), target.to(DEVICE), nodes - 1)
+        own = Forced(*(part.to(DEVICE) for part in forced))
+        given = (copied(table, DEVICE), slots.to(DEVICE), *ours, own)
+        found = Truncated(*(part.cpu() for part in backend_of("triton").accept_forced(*given)))
+        kept = torch.arange(nodes) < wanted.count[:, None]
+        assert torch.equal(found.count, wanted.count)
+        assert torch.equal(found.finished, wanted.finished)
+        assert torch.equal(found.nodes[kept], wanted.nodes[kept])
+        assert torch.equal(found.tokens[kept], wanted.tokens[kept])
 
 
 def test_a_walk_worked_out_by_hand() -> None:

@@ -43,6 +43,7 @@ from mamba_eagle.kernels.tree_attention.torch import pack_paths
 from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated, empty_truncated
 from mamba_eagle.tree.candidates import Candidates, Frontier
+from mamba_eagle.tree.simulate import Forced
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
@@ -228,12 +229,21 @@ class TritonBackend(Backend):
         return parts.merged(of_ranks, ids, noise, lanes)
 
     def accept_tokens(
-        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
+        self,
+        table: RequestTable,
+        slots: Tensor,
+        tree: Tree,
+        target: Tensor,
+        max_depth: int,
+        forced: Forced | None = None,
     ) -> Truncated:
         accepted = empty_truncated(len(slots), max_depth, self.device)
         inputs = (tree.tokens, tree.parents, target, table.stop_tokens, table.remaining, slots)
-        accept.accept_and_truncate(*inputs, *accepted)
+        path = () if forced is None else (tree.depths.contiguous(), *forced)
+        accept.accept_and_truncate(*inputs, *accepted, *path)
         return accepted
+
+    accept_forced = accept_tokens
 
     def commit_tokens(
         self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated

@@ -36,6 +36,9 @@ def _accept_kernel(
     tokens,  # [b, D]
     count,  # [b]
     finished,  # [b] uint8
+    depths,  # [b, T], read if there is a length
+    length,  # [] float64, nodes to accept on average, whatever the target's tokens are; or None
+    number,  # [], of the step
     T,
     S,
     D: tl.constexpr,
@@ -49,12 +52,27 @@ def _accept_kernel(
     is_child = (index > 0) & (index < T)  # the root has no parent
     token_of = tl.load(tree_tokens + request * T + index, mask=is_child, other=-1)
     parent_of = tl.load(parents + request * T + index, mask=is_child, other=-1)
+    if length is not None:  # tree/simulate.py: children are those above the first node of a depth
+        mean, past = tl.load(length), tl.load(number).to(tl.float64)
+        asked = (tl.floor((past + 1) * mean) - tl.floor(past * mean)).to(tl.int64) - 1
+        depth = tl.load(depths + request * T + index, mask=index < T, other=D)
+        deepest = tl.load(depths + request * T + T - 1)
+        end = tl.minimum(tl.maximum(tl.minimum(asked, deepest), 0), D - 1)
+        above = tl.sum((depth < end).to(tl.int64), 0)
+        on_path = index == above
+        for _ in tl.static_range(D):  # the root is its own parent
+            above = tl.load(parents + request * T + above)
+            on_path |= index == above
+        is_child &= on_path
     node = tl.zeros([], tl.int32)
     kept = tl.zeros([], tl.int64)
     walking = left > 0
     stopped = tl.zeros([], tl.int1)
     for step in tl.static_range(D):
         token = tl.load(target + request * T + node)
+        if length is not None:
+            agreed = tl.max(tl.where(is_child & (parent_of == node), token_of, -1), 0)
+            token = tl.where(agreed < 0, tl.maximum(token, 0), agreed)
         tl.store(nodes + request * D + step, node.to(tl.int64))
         tl.store(tokens + request * D + step, tl.maximum(token, 0))
         walking &= token >= 0
@@ -79,11 +97,16 @@ def accept_and_truncate(
     tokens: Tensor,
     count: Tensor,
     finished: Tensor,
+    depths: Tensor | None = None,
+    length: Tensor | None = None,
+    number: Tensor | None = None,
 ) -> None:
-    """Walk down each tree and cut the walk where the request ends.
+    """Walk down each tree and cut the walk where the request ends. The last three are of a forced
+    path (tree/simulate.py), for which torch's dozens of launches would be timed as a step's own.
 
     Args:
-        tree_tokens, parents, target: [b, T]; stop_tokens: [R, S]; remaining: [R]; slots: [b].
+        tree_tokens, parents, target: [b, T]; stop_tokens: [R, S]; remaining: [R]; slots: [b];
+            depths: [b, T]; length: [] float64; number: [].
         Out: nodes, tokens: [b, D]; count: [b]; finished: [b] bool. All others are int64.
     """
     b, T = parents.shape
@@ -91,8 +114,7 @@ def accept_and_truncate(
     _accept_kernel[(b,)](
         *(tree_tokens.contiguous(), parents.contiguous(), target.contiguous(), stop_tokens),
         *(remaining, slots, nodes, tokens, count, finished.view(torch.uint8)),
-        T,
-        width,
+        *(depths, length, number, T, width),
         D=nodes.shape[1],
         TP=next_power_of_2(T),
         SP=32,

@@ -34,7 +34,7 @@ from mamba_eagle.runner.sampler import sample_in_kernels
 from mamba_eagle.runner.sampling_state import BatchNoise
 from mamba_eagle.runner.steps.routing import Routing
 from mamba_eagle.tree.accept import Truncated
-from mamba_eagle.tree.simulate import forced_path
+from mamba_eagle.tree.simulate import Forced
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
@@ -62,7 +62,7 @@ class DecodeStep:
         # what runs the target in place of its layers, one by one, and the scheme
         self.program = self._program(adapted=False)
         self.adapted_program = self._program(adapted=True) if adapters.num_slots else None
-        self.forced_length: float | Tensor | None = None  # mean acceptance length to simulate
+        self.forced_length: Tensor | None = None  # mean acceptance length to simulate, float64
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def _program(self, adapted: bool) -> StepProgram | None:
@@ -73,7 +73,7 @@ class DecodeStep:
 
     def simulate(self, length: float | Tensor) -> None:
         """Accept ``length`` nodes on average, whatever the target's tokens are."""
-        self.forced_length = length
+        self.forced_length = torch.as_tensor(length, dtype=torch.float64).to(self.backend.device)
         self.drafter.draft_whole_trees()
 
     def release(self, slots: Sequence[int]) -> None:
@@ -162,10 +162,13 @@ class DecodeStep:
         return Committed(accepted, self.scheme.folded(slots))
 
     def _accept(self, slots: Tensor, tree: Tree, target: Tensor, depth: int) -> Truncated:
-        if self.forced_length is not None:
-            tree, target = forced_path(tree, target, depth, self.forced_length, self.num_forced)
-            self.num_forced += 1
-        return self.backend.accept_tokens(self.table, slots, tree, target, depth)
+        inputs = (self.table, slots, tree, target, depth)
+        if self.forced_length is None:
+            return self.backend.accept_tokens(*inputs)
+        forced = Forced(self.forced_length, self.num_forced)
+        accepted = self.backend.accept_forced(*inputs, forced)
+        self.num_forced += 1
+        return accepted
 
     def drafter_commits(self, part: StepPart) -> bool:
         """Whether the drafter observes accepted tokens as part of ``commit``, on the device."""
