@@ -38,6 +38,9 @@ class VerifyContext:
         assert self.paged is not None
         return self.paged.attend(layer, q, k, v)
 
+    def gates(self, layer: Recurrent, raw: Tensor) -> Tensor:
+        return self.scheme.gates_of(layer, raw)
+
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         return self.scheme.verify(layer, self.layout, channels, raw)
 

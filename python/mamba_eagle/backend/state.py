@@ -59,6 +59,10 @@ class StateScheme(ABC):
     def begin(self, slots: Tensor, tree: Tree) -> Any:
         """Prepare to verify one tree per request in ``slots`` [b]. Returns the layout."""
 
+    def gates_of(self, layer: Any, raw: Tensor) -> Tensor:
+        """What ``verify`` takes of a delta rule's raw gates."""
+        return raw
+
     @abstractmethod
     def verify(self, layer: Any, layout: Any, channels: Tensor, raw: Tensor) -> Tensor:
         """Convolution and recurrence of all nodes in one layer, a Recurrent: channels

@@ -50,9 +50,14 @@ class ForwardContext(Protocol):
     def positions(self) -> Tensor:
         """[n] int64: each token's position in its sequence."""
 
+    def gates(self, layer: Recurrent, raw: Tensor) -> Tensor:
+        """What ``recur`` takes of a delta rule's raw gates, [n, ·], which a layer may ask for
+        beside its larger products."""
+        return raw
+
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         """Convolution and recurrence: channels [n, conv_dim] before the convolution, and what
-        ``layer.gates`` reads, [n, ·] -> y [n, inner_size]."""
+        ``layer.gates`` reads, [n, ·], or ``gates`` made of it -> y [n, inner_size]."""
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention: q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""

@@ -117,7 +117,7 @@ class Projected(NamedTuple):
 
     channels: Tensor  # conv_dim: queries, keys and values before the convolution
     gate: Tensor  # inner_size
-    raw: Tensor  # 2 H: of decays and of betas
+    gates: Tensor  # 2 H: of decays and of betas, as the context takes them
 
 
 class Parts(NamedTuple):
@@ -153,14 +153,14 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
     def ends(self) -> tuple[HeadNormThenGate, Linear]:
         """What is made of the recurrence's output and the gate."""
 
-    def project(self, hidden: Operand) -> Projected:
+    def project(self, hidden: Operand, ctx: ForwardContext) -> Projected:
         c = self.config
-        both, raw = self._ops.in_branches(
+        both, gates = self._ops.in_branches(
             lambda: self.product("channels", hidden),
-            lambda: self.product("gates", unrounded(hidden)),
+            lambda: ctx.gates(self, self.product("gates", unrounded(hidden))),
         )
         channels, gate = both.split([c.conv_dim, c.inner_size], dim=-1)
-        return Projected(channels, gate, raw)
+        return Projected(channels, gate, gates)
 
     @property
     def input_rounding(self) -> Rounding | None:
@@ -188,9 +188,9 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
         return torch.cat([g, beta.sigmoid() * self.config.max_beta], dim=-1)
 
     def forward(self, hidden: Operand, ctx: ForwardContext) -> Tensor:
-        channels, gate, raw = self.project(hidden)
+        channels, gate, gates = self.project(hidden, ctx)
         norm, out = self.ends
-        made: Tensor = out(norm(ctx.recur(self, channels, raw), gate))
+        made: Tensor = out(norm(ctx.recur(self, channels, gates), gate))
         return made
 
     def channel_spans(self, own: Heads) -> tuple[Span, ...]:

@@ -68,6 +68,6 @@ class KimiDeltaAttention(DeltaRule):
         else:
             decay, gate = self.f_proj(hidden), self.g_proj(hidden)
         raw = torch.cat([decay, self.b_proj(hidden)], dim=-1)
-        y = ctx.recur(self, torch.cat(channels, dim=-1), raw)
+        y = ctx.recur(self, torch.cat(channels, dim=-1), ctx.gates(self, raw))
         normed = self.o_norm(y.reshape(-1, self.config.head_dim)).view_as(y)
         return self.o_proj(normed * gate.float().sigmoid().to(y.dtype))

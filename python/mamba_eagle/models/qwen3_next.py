@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
+from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.delta_rule import GatedDeltaNet, Parts, Projected
 from mamba_eagle.layers.gated_norm import HeadNormThenGate
 from mamba_eagle.layers.linear import Linear
@@ -67,11 +68,12 @@ class JoinedDeltaNet(QwenDeltaNet):
     def parts(self) -> Parts | None:
         qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
         at = self.arranged(*(torch.arange(each.weight.shape[0])[None] for each in (qkvz, ba)))
-        orders = (torch.cat([at.channels, at.gate], dim=-1)[0], at.raw[0])
+        orders = (torch.cat([at.channels, at.gate], dim=-1)[0], at.gates[0])
         return Parts(qkvz, ba, *self.ends, orders)
 
-    def project(self, hidden: Tensor) -> Projected:
-        return self.arranged(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+    def project(self, hidden: Tensor, ctx: ForwardContext) -> Projected:
+        made = self.arranged(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+        return made._replace(gates=ctx.gates(self, made.gates))
 
     def arranged(self, qkvz: Tensor, ba: Tensor) -> Projected:
         c = self.config

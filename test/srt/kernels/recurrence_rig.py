@@ -297,7 +297,8 @@ class Glue:
         slots = torch.tensor([1], device=DEVICE)
         layout = self.scheme.begin(slots, Tree(*(part.to(DEVICE) for part in tree)))
         for layer, own, wanted in zip(self.layers, self.inputs, self.wanted):
-            y = self.scheme.verify(layer, layout, *(part[tokens] for part in own))
+            channels, raw = (part[tokens] for part in own)
+            y = self.scheme.verify(layer, layout, channels, self.scheme.gates_of(layer, raw))
             assert same(y[path], wanted[begin : begin + len(path)])
         accepted = Truncated(*(part.to(DEVICE) for part in truncated([path], [len(path)])))
         features = torch.zeros(1, nodes, HIDDEN, dtype=torch.bfloat16, device=DEVICE)

@@ -270,7 +270,8 @@ class Rig:
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
         c, outputs = self.config, []
         for layer, xbc, dt in zip(self.layers, inputs.xbc, inputs.dt):
-            y = self.scheme.verify(layer, self.layout, xbc.flatten(0, 1), dt.flatten(0, 1))
+            gates = self.scheme.gates_of(layer, dt.flatten(0, 1))
+            y = self.scheme.verify(layer, self.layout, xbc.flatten(0, 1), gates)
             outputs.append(y.view(*xbc.shape[:2], c.num_heads, c.head_dim))
         return outputs
 

@@ -58,10 +58,14 @@ class TritonDelta(TritonRows):
         self._fold(Folds(*step[:4], step.fold, step.round_keys))
         return step
 
-    def verify(self, layer: DeltaRule, layout: TreeLayout, channels: Tensor, raw: Tensor) -> Tensor:
+    def gates_of(self, layer: DeltaRule, raw: Tensor) -> Tensor:
+        return gates_of(layer, raw)
+
+    def verify(
+        self, layer: DeltaRule, layout: TreeLayout, channels: Tensor, gates: Tensor
+    ) -> Tensor:
         i = layer.index
         rows = DeltaRows(*(part[i] for part in self.recurrence))
-        gates = gates_of(layer, raw)
         convolved = conv_nodes(channels, *layer.taps(), self.rows.conv_in[i], layout)
         state = self.pool.ssm[i]
         return self.kernel(rows, gates, convolved, state, layout, self.sizes, L2_EPS)

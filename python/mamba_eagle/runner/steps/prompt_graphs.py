@@ -120,6 +120,9 @@ class PromptPass:
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
         return None
 
+    def gates(self, layer: Recurrent, raw: Tensor) -> Tensor:
+        return raw
+
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         if self.recurrence is not None:
             return self.recurrence.recur(layer, channels, raw)
