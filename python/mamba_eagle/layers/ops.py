@@ -134,10 +134,10 @@ class LayerOps:
         [n, heads * P]."""
         return self.round(head_norm_then_gate(y, gate, weight, eps), rounding)
 
-    def gate_by_sigmoid(self, y: Tensor, gate: Tensor) -> Tensor:
-        """``y · sigmoid(gate)``, both [n, heads, D], or [n, D] and [n, 1]. gate may be a view of
-        wider rows."""
-        return y * self.sigmoid(gate)
+    def gate_by_sigmoid(self, y: Tensor, gate: Tensor, rounding: Rounding | None = None) -> Operand:
+        """``y · sigmoid(gate)``, both [n, heads, D] -> [n, heads * D], or [n, D] and [n, 1]. gate
+        may be a view of wider rows."""
+        return self.round((y * self.sigmoid(gate)).flatten(1), rounding)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate channel i < half together with channel i + half; later channels stay the same.

@@ -92,7 +92,7 @@ class GatedAttention(Attention):
         q, gate = both[:, ::2], both[:, 1::2]
         q, k = self.place(q, k, ctx)
         seen = ctx.attention(self, q, k, v)
-        return self.o_proj(self._ops.gate_by_sigmoid(seen, gate).flatten(1))
+        return self.o_proj(self._ops.gate_by_sigmoid(seen, gate, self.o_proj.rounding))
 
 
 class HeadsNorm(Layer):

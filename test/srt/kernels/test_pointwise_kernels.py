@@ -214,8 +214,23 @@ def test_gate_by_sigmoid(form: str, dtype: torch.dtype) -> None:
     for value, gate in ((y, packed[:, 1::2]), (apart, packed[:, 1::2]), (y.flatten(1), one)):
         on_device = packed.to(device)[:, 1::2] if gate.dim() == 3 else gate.to(device)
         found = gate_by_sigmoid(value.to(device), on_device)
-        assert found.dtype == dtype and found.shape == value.shape
-        assert_rounded(found, naive.gate_by_sigmoid(value, gate))
+        assert found.dtype == dtype and found.shape == value.flatten(1).shape
+        assert_rounded(found, naive.gate_by_sigmoid(value, gate).flatten(1))
+
+
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("size", [256, 96])
+def test_a_gated_head_becomes_float8_as_its_numbers_would(form: str, size: int) -> None:
+    """In one launch where groups divide a head, in another one elsewhere."""
+    from mamba_eagle.kernels.float8.torch import Rounding
+    from mamba_eagle.kernels.float8.triton import rounded
+    from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
+
+    y, gate = (normal(3, 4, size, seed=i).to(device_of(form)).bfloat16() for i in range(2))
+    wanted = rounded(gate_by_sigmoid(y, gate), Rounding(group=128))
+    found = gate_by_sigmoid(y, gate, Rounding(group=128))
+    assert torch.equal(found.scale, wanted.scale) and found.group == 128
+    assert torch.equal(found.values.float(), wanted.values.float())
 
 
 @torch_or_triton
