@@ -210,12 +210,13 @@ class ModelRunner:
         target, marks = None, None
         width = verified.tree.tokens.shape[1]
         experts = self.step.routing.of([(slot, width) for slot in batch.slots])
-        nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
-        if view is not None:
-            self.before_waiting()
-            target, marks = self.step.choice.choose(nodes, view)
-        elif not run.samples:
-            target = self.chooser.sample(nodes)
+        if view is not None or not run.samples:
+            nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
+            if view is None:
+                target = self.chooser.sample(nodes)
+            else:
+                self.before_waiting()
+                target, marks = self.step.choice.choose(nodes, view)
         committed = run.commit(drafted, verified, target)
         accepted = committed.accepted
         self.constraints.observe(batch.slots, accepted.tokens, accepted.count)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the host launches two graphs instead of hundreds of kernels.
+"""Decode steps as CUDA graphs: the host launches one to four instead of hundreds of kernels.
 
 A graph repeats the same kernels on the same memory, so there are graphs for each kind of step. A
 kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether any
@@ -8,14 +8,16 @@ needs the trees before they are verified, because a request has a grammar. Batch
 requests that have no tokens left to generate and that use a request slot, a state slot and a KV
 slot which no real request ever gets, so padding does not affect any request.
 
-    inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → outcome
-    inputs → [ draft ] → [ verify ] → masks, sampler → …                        with a grammar
+    inputs → [ draft → verify → sample → accept, commit ] → outcome
+    inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → …    plain
+    inputs → [ draft ] → [ verify ] → masks, sampler → …                           with a grammar
 
-With pipeline stages the same, and messages between graphs. Other steps may be executed between the
-parts of a step there: what it has in the graphs' memory is then saved, and comes back before its
-next part (``GraphedSteps.occupy``).
+A plain step is the same with and without a grammar, which may choose in place of its sampler.
+With pipeline stages there are four, and messages between graphs. Other steps may be executed
+between the parts of a step there: what it has in the graphs' memory is then saved, and comes back
+before its next part (``GraphedSteps.occupy``).
 
-The middle one is left out, and operations are launched one by one, where the backend does not
+Nothing is sampled in graphs, and operations are launched one by one, where the backend does not
 sample in kernels, or where the tokens are chosen elsewhere. The graphs of a kind run back to
 back, or as if they did, so all graphs share one memory pool.
 """
@@ -136,12 +138,13 @@ class GraphedRun:
     def commit(self, drafted: Drafted, verified: Verified, target: Tensor | None) -> Committed:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node; None:
         sample them."""
-        if target is not None:
-            self.graph.target[: self.b] = target
-        else:
-            self.graph.sample.replay()
-            self.chooser.tell(self.graph.target[: self.b])
-        self.graph.commit.replay()
+        if not self.graph.whole:  # else that is done
+            if target is not None:
+                self.graph.target[: self.b] = target
+            else:
+                self.graph.sample.replay()
+                self.chooser.tell(self.graph.target[: self.b])
+            self.graph.commit.replay()
         self.graphs.occupant = None
         committed = self.graph.committed.first(self.b)
         counted = self.graph.counts
@@ -160,6 +163,8 @@ class _Graph:
         step = self.step
         self.samples = step.chooser.samples_in_graphs(kind.sampled)
         self.counts = self.samples and kind.sampled
+        # whether no step gets its tokens from elsewhere: ``verify`` is all of it
+        self.whole = self.samples and not kind.apart and kind.shape != PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
         self.inputs = self.place.to_device([self.padding] * kind.batch)
         self.slots = self.inputs[:, 0].clone()
@@ -172,21 +177,27 @@ class _Graph:
 
         # Compiles kernels; runs on padding alone. Stages may differ in which kinds of steps they
         # have: they exchange nothing here.
-        for work in self.works():
-            work()
+        self._step()
+        self.recorded: list[torch.cuda.CUDAGraph | NoGraph] = []
+        if self.whole:
+            self.verify = self._record(self._step)
+            return
         if kind.apart:
-            self.draft = graphs.record(self._draft)
-            self.verify = graphs.record(self._verify)
+            self.draft = self._record(self._draft)
+            self.verify = self._record(self._verify)
         else:
-            self.verify = graphs.record(self._draft_and_verify)
+            self.verify = self._record(self._draft_and_verify)
         if self.samples:
-            self.sample = graphs.record(self._sample)
-        self.commit = graphs.record(self._commit)
+            self.sample = self._record(self._sample)
+        self.commit = self._record(self._commit)
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | NoGraph:
+        self.recorded.append(self.graphs.record(work))
+        return self.recorded[-1]
 
     def reset(self) -> None:
         """Forget what was captured."""
-        parts = (self.draft, self.verify) if self.kind.apart else (self.verify,)
-        for graph in (*parts, *((self.sample,) if self.samples else ()), self.commit):
+        for graph in self.recorded:
             graph.reset()
 
     def works(self) -> list[Callable[[], None]]:
@@ -217,6 +228,10 @@ class _Graph:
     def _draft_and_verify(self) -> None:
         self._draft()
         self._verify()
+
+    def _step(self) -> None:
+        for work in self.works():
+            work()
 
     def _sample(self) -> None:
         self.target.copy_(self.step.sample(self.slots, self.verified, self.kind.sampled))

@@ -51,22 +51,22 @@ SETTINGS = {
 def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
     """In place of a graph: results go to the memory of the first ones, as a graph's do."""
     results = {
-        "_draft": "drafted",
-        "_verify": "verified",
-        "_draft_and_verify": "verified",
-        "_commit": "committed",
+        "_draft": ("drafted",),
+        "_verify": ("verified",),
+        "_draft_and_verify": ("verified",),
+        "_commit": ("committed",),
+        "_step": ("verified", "committed"),
     }
-    graph, name = work.__self__, results.get(work.__name__)
+    graph, names = work.__self__, results.get(work.__name__, ())
     work()
-    if name is None:  # it has no result
-        return SimpleNamespace(replay=work)
-    kept = getattr(graph, name)
+    kept = {name: getattr(graph, name) for name in names}
 
     def replay() -> None:
         work()
-        for own, new in zip(tensors(kept), tensors(getattr(graph, name)), strict=True):
-            own.copy_(new)
-        setattr(graph, name, kept)
+        for name, first in kept.items():
+            for own, new in zip(tensors(first), tensors(getattr(graph, name)), strict=True):
+                own.copy_(new)
+            setattr(graph, name, first)
 
     return SimpleNamespace(replay=replay)
 

@@ -145,10 +145,14 @@ def test_texts_of_a_delta_rule_are_the_plain_models(
 
 
 @runs_kernels
-def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties and filters beside a greedy request: what the torch sampler makes of the same
-    model's logits, one operation after the other. Prompts, too, are run as graphs have them."""
-    settings = Settings("NONE", fused=False)
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+def test_kernels_sample_within_the_step(
+    model: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plain steps, and of those with drafts, which are one graph: penalties and filters beside a
+    greedy request, as the torch sampler has them of the same model's logits, one operation after
+    the other. Prompts, too, are run as graphs have them."""
+    settings = Settings(algorithm, topk=1, steps=2, nodes=3, fused=False)
     asked = [
         greedy(3),
         sampled(3, 2, top_k=5, repetition_penalty=1.7, frequency_penalty=0.5, logit_bias={9: 4.0}),
@@ -161,6 +165,9 @@ def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyP
         lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(asked)]
         engine.finish(lives)
         assert len(engine.runner.prompts.graphs.passes) == graphed
+        if graphed:
+            kinds = engine.runner.steps.graphs.values()
+            assert all(graph.whole == (algorithm == "NGRAM") for graph in kinds) and kinds
         return [live.output for live in lives]
 
     expected = outputs(graphed=False)
