@@ -234,7 +234,11 @@ class _Graph:
             work()
 
     def _sample(self) -> None:
-        self.target.copy_(self.step.sample(self.slots, self.verified, self.kind.sampled))
+        chosen = self.step.sample(self.slots, self.verified, self.kind.sampled)
+        if self.whole:  # nothing else writes it
+            self.target = chosen
+        else:
+            self.target.copy_(chosen)
 
     def _commit(self) -> None:
         self.committed = self.step.commit(
