@@ -29,7 +29,7 @@ def _walk(h, xBC, dt, decay, D, S, begin, end, y):
         last = min(at + SPAN, end)
         q = last - at
         chain = Nodes(parents[:q], order[:q], kept[:q], xBC[at:last, of_C:], D, y[at:last])
-        _pass(S, h, inputs, np.arange(at, last), 0, AFTER, chain, room)
+        _pass(S, h, inputs, np.arange(at, last), np.int64(0), AFTER, chain, room)
 
 
 @kernel

@@ -12,6 +12,8 @@ folded, where the dual form of torch.py adds up in an order that depends on all 
 
 Threads share out requests, then pairs of a request and a head. The order of operations depends on
 nothing but the request: its outputs do not depend on the batch, or on the number of threads.
+Where threads do, ``prange`` counts without a sign; np.int64 spares Numba a second form of all that
+is called, as it does where it is given a number that stands in the code.
 
 A delta rule (layers/delta_rule.py) has the same pass: its rows are keys of length 1 in place of B
 and u in place of dt x, which is found on the way, and two gates per head, g and beta.
@@ -251,11 +253,11 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     )
     skip = weights.heads[2]
     for r in prange(b):
-        _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
+        _enter(np.int64(r), xbc, dt_raw, nodes, weights, buffers, seen)
     for task in prange(b * H):
-        block = _block_of(N, buffers.dt.shape[2], H)
-        room = _room(nodes.journal_len[task // H], T, P, block)
-        _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
+        r, h = np.int64(task) // H, np.int64(task) % H
+        room = _room(nodes.journal_len[r], T, P, _block_of(N, buffers.dt.shape[2], H))
+        _head(r, h, nodes, skip, buffers, seen, y, room)
 
 
 @kernel
@@ -283,7 +285,7 @@ def fold(slots, lengths, path, state_slots, history, buffers):
     """
     H = buffers.state.shape[1]
     for task in prange(slots.shape[0] * H):
-        f, h = task // H, task % H
+        f, h = np.int64(task) // H, np.int64(task) % H
         length = lengths[f]
         if length > 0:
             rows = path[slots[f], history : history + length] - history
@@ -322,7 +324,7 @@ def _replay_head(S, h, inputs, rows, y, G):
     above, kept = np.maximum(rows - 1, 0), np.zeros(count, np.int64)
     C, skip = np.zeros((count, G * N), np.float32), np.zeros(H, np.float32)
     chain = Nodes(above, rows, kept, C, skip, y)
-    _pass(S, h, inputs, rows, 0, states.AFTER, chain, _room(0, count, P, N))
+    _pass(S, h, inputs, rows, np.int64(0), states.AFTER, chain, _room(0, count, P, N))
 
 
 @threaded
@@ -345,11 +347,11 @@ def replay(first, count, weights, conv_in, dt, history, state):
         np.empty((count, H), np.float32),
     )
     for k in prange(count):
-        row = np.int64(k)  # prange counts without a sign
+        row = np.int64(k)
         _enter_again(row, raw, parents, tail, dt[(first + row) % size], weights, inputs, N)
     y = np.empty((count if dt.shape[1] > H else 0, H * P), np.float32)
     for h in prange(H):
-        _replay_head(state[h], h, inputs, rows, y, G)
+        _replay_head(state[h], np.int64(h), inputs, rows, y, G)
     for k in range(before):
         copy_row(raw[count + k], history[k])
 
