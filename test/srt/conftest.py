@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +68,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path != frozen_for[0]:  # what the first tests of all loaded is half of all objects
+        frozen_for[0] = item.path
+        freeze()
     if "torch" in sys.modules:  # what a test draws does not depend on those before it
         sys.modules["torch"].manual_seed(0)
 
@@ -88,11 +92,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    # Else each full collection, of which some tests ask for many, walks through all modules and
-    # tests: half a second.
+def freeze() -> None:
+    """Else each full collection, of which some tests ask for many, walks through all modules and
+    tests: half a second."""
     gc.collect()
     gc.freeze()
+
+
+frozen_for: list[Path | None] = [None]  # the file
+
+
+def pytest_collection_finish() -> None:
+    freeze()
 
 
 @pytest.fixture
