@@ -32,3 +32,12 @@ def start() -> Iterator[Start]:
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[RunningServer]:
+    """One for the tests that leave a server as they found it."""
+    need_weights(EMBEDDED_MODEL)
+    server = RunningServer(*FLAGS, "--ready-timeout", "2")
+    yield server.wait_until_ready()
+    server.stop()

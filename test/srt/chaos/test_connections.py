@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -43,9 +44,11 @@ def unharmed(server: RunningServer) -> Iterator[None]:
 
 
 def test_idle_and_slow_headers_are_disconnected(server: RunningServer) -> None:
-    for sent in (b"", b"GET /health HT", HEAD):
-        with raw_connections(server, LIMIT // 2, sent) as clients:
-            assert [received(client) for client in clients] == [b""] * len(clients)
+    with ExitStack() as stack:
+        clients = []
+        for sent in (b"", b"GET /health HT", HEAD):
+            clients += stack.enter_context(raw_connections(server, LIMIT // 4, sent))
+        assert [received(client) for client in clients] == [b""] * len(clients)
 
 
 def test_headers_that_drip_are_disconnected(server: RunningServer) -> None:
@@ -155,7 +158,7 @@ def test_out_of_descriptors_is_one_line_and_no_storm(start: Start) -> None:
     server = start("--header-timeout", str(PATIENCE), max_files=64).wait_until_ready()
     assert "ulimit -n leaves room for" in server.output
     before, began = len(server.output.splitlines()), time.monotonic()
-    with raw_connections(server, 45 * min(SCALE, 8), b"GET /health HTTP/1.1\r\n") as clients:
+    with raw_connections(server, 28 * min(SCALE, 8), b"GET /health HTTP/1.1\r\n") as clients:
         assert clients[-1].recv(12) == b"HTTP/1.1 503"
         for _ in range(3):
             assert httpx.get(f"{server.base_url}/health", timeout=PATIENCE).status_code == 200

@@ -94,11 +94,10 @@ def test_a_frozen_process_fails_the_probes_and_ends_the_server(
     assert_all_ended(server)
 
 
-def test_a_frozen_process_fails_ready_alone_until_it_answers(start: Start) -> None:
-    server = start("--ready-timeout", "2").wait_until_ready()
-    freeze(server, "scheduler")
-    message = eventually(lambda: failed_probe(server, "/ready"), "/ready is 503")
+def test_a_frozen_process_fails_ready_alone_until_it_answers(plain: RunningServer) -> None:
+    freeze(plain, "scheduler")
+    message = eventually(lambda: failed_probe(plain, "/ready"), "/ready is 503")
     assert message == "the scheduler process has not answered for 2 s"
-    assert failed_probe(server, "/health") is None
-    thaw(server, "scheduler")
-    eventually(lambda: failed_probe(server, "/ready") is None, "/ready is 200 again")
+    assert failed_probe(plain, "/health") is None
+    thaw(plain, "scheduler")
+    eventually(lambda: failed_probe(plain, "/ready") is None, "/ready is 200 again")

@@ -115,21 +115,19 @@ def leave(server: RunningServer, moment: int) -> None:
             assert client.recv(100)
 
 
-def test_a_storm_of_clients_that_leave_harms_nobody(start: Start) -> None:
-    server = start().wait_until_ready()
+def test_a_storm_of_clients_that_leave_harms_nobody(plain: RunningServer) -> None:
     body = generate_body(150)
-    expected = Stream(server, body).wait()["text"]
+    expected = Stream(plain, body).wait()["text"]
     with ThreadPoolExecutor(16) as pool:
-        leaving = [pool.submit(leave, server, moment) for moment in range(LEAVING)]
-        staying = [Stream(server, body) for _ in range(4)]
+        leaving = [pool.submit(leave, plain, moment) for moment in range(LEAVING)]
+        staying = [Stream(plain, body) for _ in range(4)]
         for task in leaving:
             task.result()
     assert [stream.wait()["text"] for stream in staying] == [expected] * len(staying)
-    eventually(lambda: running_requests(server) == 0, "all slots are free")
-    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
+    eventually(lambda: running_requests(plain) == 0, "all slots are free")
+    with httpx.Client(base_url=plain.base_url, timeout=PATIENCE) as client:
         assert client.post(f"/flush_cache?timeout={PATIENCE:g}").status_code == 200
         assert leaks(client.get("/server_info").json()) == []
-    assert_serves(server)
-    assert "Traceback" not in server.output, server.output
-    server.stop()
+    assert_serves(plain)
+    assert "Traceback" not in plain.output, plain.output
     report("disconnects", LEAVING, "clients that left", streams_kept=len(staying))

@@ -13,6 +13,9 @@ from mamba_eagle.embedded import EMBEDDED_MODEL
 
 # flag, its value, what is said of it
 WRONG = [
+    ("--max-running-requests", "0", "must be"),
+    ("--stream-interval", "0", "must be"),
+    ("--port", "99999", "must be"),
     ("--cpu-threads", "100000", "must be"),
     ("--context-length", "1", "must be 2 or more"),
     ("--max-connections", "0", "must be 1 or more"),

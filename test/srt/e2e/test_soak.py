@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = "--clients 64 --seconds 8 --max-new-tokens 48 --abort-rate 0.5"
+FLAGS = "--clients 64 --seconds 4 --max-new-tokens 48 --abort-rate 0.5"
 
 
 def test_soak_leaks_nothing_and_mixes_no_texts(server) -> None:

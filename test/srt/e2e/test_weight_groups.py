@@ -381,10 +381,10 @@ def test_a_group_that_never_forms_and_a_trainer_that_goes_hold_up_nobody(
         thread.start()
         return thread
 
-    joining = fails("/init_weights_update_group", **alone, timeout=3)
+    joining = fails("/init_weights_update_group", **alone, timeout=1)
     assert texts(engine) == before
     joining.join()
-    assert "did not meet" in failures[0] and "3 s" in failures[0]
+    assert "did not meet" in failures[0] and "1 s" in failures[0]
     trains = Trainer(engine, other)
     trains.join()
     engine.pause_generation("in_place")
