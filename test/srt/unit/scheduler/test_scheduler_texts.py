@@ -93,7 +93,7 @@ def test_same_text_cached_or_not_retracted_or_not(shape, pool, mode):
     )
     server = Server(config(**SHAPES[shape], **settings), runner, rng)
     wanted = {}
-    for i, prompt in enumerate(prompts(rng, 40)):
+    for i, prompt in enumerate(prompts(rng, 25)):
         sampling = sampling_of(rng)
         wanted[f"r{i}"] = expected_text(prompt, sampling)
         server.add(f"r{i}", prompt, sampling)

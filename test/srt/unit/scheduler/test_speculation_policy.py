@@ -71,10 +71,10 @@ def test_no_drafter_makes_it_slower_than_plain(machine, batch, accepted):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("accepted", [0.6, 0.8, 0.9])
 def test_a_good_drafter_runs_within_3_percent_of_the_best_fixed_shape(machine, batch, accepted):
-    """Means of three runs of a few hundred steps, the first trials included: which shape is best
-    at batch 1 is a matter of chance in a single one."""
+    """Over a few hundred steps, the first trials included; means of three runs at batch 1, where
+    which shape is best is a matter of chance in a single one."""
     shares = []
-    for seed in range(3):
+    for seed in range(3 if batch == 1 else 1):
         given = (MACHINES[machine], batch, rate(accepted), {1: 1800, 8: 900, 32: 600}[batch])
         best = max(fixed(shape, *given, seed=seed) for shape in candidate_shapes(TREE))
         shares.append(adaptive(*given, seed=seed).rate / best)
