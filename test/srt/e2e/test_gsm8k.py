@@ -9,7 +9,7 @@ from mamba_eagle.eval.few_shot_gsm8k import Outcome, measure
 
 pytestmark = pytest.mark.e2e
 
-NUM_QUESTIONS = 12
+NUM_QUESTIONS = 20
 PARALLEL = 8
 TREE = ["--speculative-eagle-topk", "2", "--no-speculative-adaptive"]
 SETTINGS = {
