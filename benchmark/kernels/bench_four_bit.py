@@ -32,37 +32,23 @@ GROUPS = {"nvfp4": (16,), "int4": (128, 32)}  # the first that fits
 WITHIN = 5e-3  # relative error; bfloat16 outputs alone are off by 1.7e-3
 BF16 = torch.bfloat16
 
-# (rows, tokens, units, slices, warps, stages, registers or 0, apart) by the most tokens they serve
-CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int, int, bool]]] = {
+# (rows, tokens, units, slices, warps, stages, registers or 0) by the most tokens they serve
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int, int]]] = {
     8: [
-        (32, 8, 32, 4, 4, 3, 0, 0), (32, 8, 32, 4, 4, 3, 96, 0), (32, 8, 32, 4, 4, 3, 80, 0),
-        (32, 8, 32, 4, 4, 3, 0, 1), (32, 8, 32, 4, 4, 4, 0, 1), (16, 8, 32, 4, 4, 4, 0, 0),
-        (16, 8, 32, 4, 4, 4, 64, 0), (16, 8, 64, 4, 4, 3, 0, 0), (64, 8, 32, 4, 4, 3, 0, 0),
-        (64, 8, 32, 4, 4, 3, 128, 0), (64, 8, 32, 4, 4, 3, 128, 1), (32, 8, 32, 2, 2, 4, 0, 0),
-        (32, 8, 64, 2, 2, 3, 128, 0), (64, 8, 32, 2, 2, 3, 128, 0), (16, 8, 32, 8, 8, 3, 0, 0),
-    ],
-    16: [
-        (32, 16, 32, 4, 4, 3, 0, 1), (32, 16, 32, 4, 4, 3, 0, 0), (64, 16, 32, 1, 4, 4, 0, 1),
-        (64, 16, 64, 1, 4, 3, 0, 1), (128, 16, 32, 1, 4, 3, 0, 1),
+        (32, 8, 32, 4, 4, 3, 0), (32, 8, 32, 4, 4, 3, 96), (32, 8, 32, 4, 4, 3, 80),
+        (32, 8, 32, 4, 4, 4, 0), (16, 8, 32, 4, 4, 4, 0), (16, 8, 32, 4, 4, 4, 64),
+        (16, 8, 64, 4, 4, 3, 0), (64, 8, 32, 4, 4, 3, 0), (64, 8, 32, 4, 4, 3, 128),
+        (32, 8, 32, 2, 2, 4, 0), (32, 8, 64, 2, 2, 3, 128), (64, 8, 32, 2, 2, 3, 128),
+        (16, 8, 32, 8, 8, 3, 0),
     ],
     32: [
-        (32, 32, 32, 4, 4, 3, 128, 1), (16, 32, 32, 4, 4, 3, 0, 1), (64, 32, 32, 1, 4, 4, 0, 1),
-        (64, 32, 64, 1, 4, 3, 0, 1), (128, 32, 32, 1, 4, 3, 0, 1), (128, 32, 64, 1, 8, 3, 0, 1),
-        (64, 32, 32, 1, 4, 4, 0, 0),
+        (32, 32, 32, 4, 4, 3, 128), (16, 32, 32, 4, 4, 3, 0), (64, 32, 32, 1, 4, 4, 0),
+        (64, 32, 64, 1, 4, 3, 0), (128, 32, 32, 1, 4, 3, 0), (128, 32, 64, 1, 8, 3, 0),
     ],
     64: [
-        (64, 64, 32, 1, 4, 4, 0, 1), (64, 64, 64, 1, 4, 3, 0, 1), (128, 64, 32, 1, 4, 3, 0, 1),
-        (128, 64, 32, 1, 8, 3, 0, 1), (128, 64, 32, 1, 8, 4, 0, 1), (128, 64, 64, 1, 8, 2, 0, 1),
-        (128, 64, 64, 1, 8, 3, 0, 1), (256, 64, 32, 1, 8, 3, 0, 1), (256, 64, 64, 1, 8, 3, 0, 1),
-    ],
-    128: [
-        (128, 128, 32, 1, 8, 2, 0, 1), (128, 128, 32, 1, 8, 4, 0, 1), (64, 128, 32, 1, 4, 2, 0, 1),
-        (128, 64, 32, 1, 8, 3, 0, 1), (128, 128, 64, 1, 8, 2, 0, 1), (256, 128, 32, 1, 8, 3, 0, 1),
-    ],
-    512: [
-        (128, 128, 32, 1, 8, 2, 0, 1), (128, 128, 32, 1, 8, 4, 0, 1), (128, 256, 32, 1, 8, 3, 0, 1),
-        (256, 128, 32, 1, 8, 3, 0, 1), (256, 128, 32, 1, 16, 3, 0, 1),
-        (128, 128, 64, 1, 8, 2, 0, 1), (64, 256, 32, 1, 4, 3, 0, 1),
+        (64, 64, 32, 1, 4, 4, 0), (64, 64, 64, 1, 4, 3, 0), (128, 64, 32, 1, 4, 3, 0),
+        (128, 64, 32, 1, 8, 3, 0), (128, 64, 32, 1, 8, 4, 0), (128, 64, 64, 1, 8, 2, 0),
+        (128, 64, 64, 1, 8, 3, 0), (256, 64, 32, 1, 8, 3, 0), (256, 64, 64, 1, 8, 3, 0),
     ],
 }  # fmt: skip
 
@@ -135,9 +121,9 @@ def widened_product(x: Tensor, form: Form) -> Tensor:
 
 def candidates(n: int, rows: int, columns: int) -> list[Config]:
     """Configurations worth trying for n tokens: those whose programs are spread evenly."""
-    most = min(size for size in CANDIDATES if size >= min(n, 512))
+    most = min(size for size in CANDIDATES if size >= min(n, 64))
     found = []
-    for height, tokens, units, slices, warps, stages, registers, apart in CANDIDATES[most]:
+    for height, tokens, units, slices, warps, stages, registers in CANDIDATES[most]:
         tiles = math.ceil(rows / height) * math.ceil(n / tokens)
         steps = columns / (4 * units * slices)
         for splits in range(1, 9):
@@ -145,9 +131,8 @@ def candidates(n: int, rows: int, columns: int) -> list[Config]:
             even = programs / (PROCESSORS * math.ceil(programs / PROCESSORS))
             if splits > 1 and (even < 0.84 or programs > 8 * PROCESSORS or steps / splits < 2.5):
                 continue
-            for ahead in (0, 8) if n <= 16 else (8,):
-                given = (height, tokens, units, slices, splits, warps, stages, ahead)
-                found.append(Config(*given, registers or None, bool(apart)))
+            given = (height, tokens, units, slices, splits, warps, stages)
+            found.append(Config(*given, registers or None))
     return found
 
 

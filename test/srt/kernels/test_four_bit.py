@@ -25,7 +25,6 @@ class Case(NamedTuple):
     floats: bool = True  # NVFP4; else integers with zero points
     factors: int = 1  # one, or one per row
     slices: int = 4
-    apart: bool = False
     splits: int = 1
     bias: bool = False
 
@@ -33,7 +32,7 @@ class Case(NamedTuple):
 CASES = {
     "nvfp4": Case(3, 40, 160),
     "nvfp4-split": Case(1, 64, 288, slices=1, splits=2, bias=True, factors=64),
-    "nvfp4-many-tokens": Case(21, 20, 64, apart=True),
+    "nvfp4-many-tokens": Case(21, 20, 64, slices=1),
     "int4": Case(3, 40, 160, 32, floats=False),
     "int4-of-wide-groups": Case(2, 24, 512, 256, floats=False, slices=1, splits=2, bias=True),
 }
@@ -140,7 +139,7 @@ def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
         from mamba_eagle.kernels.four_bit import triton
 
         device = device_of(form)
-        config = triton.Config(32, 16, 32, case.slices, case.splits, 4, 2, apart=case.apart)
+        config = triton.Config(32, 16, 32, case.slices, case.splits, 4, 2)
         given = None if bias is None else bias.to(device)
         x = wide.to(device)[:, :-8]
         ready = triton.weight_of(*on(device, weight), dtype)

@@ -28,17 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.triton import join
-from mamba_eagle.kernels.gpu import (
-    PROCESSORS,
-    cdiv,
-    launches_overlap,
-    next_power_of_2,
-    overlapping,
-)
+from mamba_eagle.kernels.gpu import PROCESSORS, cdiv, launches_overlap, overlapping
 from mamba_eagle.kernels.staged import Staged
 from mamba_eagle.kernels.triton_math import INTERPRETED, exact_dot, fetch_ahead, previous_done
 
 UNIT = 4  # columns of a unit
+AHEAD = 8  # of a row, 128 bytes each, fetched while the previous kernel drains
 
 
 class Config(NamedTuple):
@@ -51,9 +46,7 @@ class Config(NamedTuple):
     splits: int  # shares of the columns, a program each
     warps: int
     stages: int  # iterations in flight, one of which is multiplied
-    ahead: int = 0  # of a row, 128 bytes each, fetched while the previous kernel drains; 2^k or 0
     registers: int | None = None  # per thread, at most; None: the compiler's choice
-    apart: bool = False  # the inputs' four quarters are put apart by a launch of their own
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +253,7 @@ def _add_product(w, x, acc):
 @Staged
 @triton.jit(do_not_specialize=["n", "aligned_groups", "share", "factor_stride"])
 def _product_kernel(
-    x,  # [n, units] int64, rows x_stride apart; or its quarters [4, n, units], if APART
+    x,  # quarters [4, n, units]; with slices [n, units] int64, rows x_stride apart
     codes,  # [out, units] int16
     scale,  # [out, groups] E4M3; or int32: the bits of a scale, and 2^16 times its zero point
     factor,  # [out] or one
@@ -284,7 +277,6 @@ def _product_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    APART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     dtype: tl.constexpr = like.dtype.element_ty
@@ -317,14 +309,14 @@ def _product_kernel(
         w = tl.load(row_codes + unit)
         s = tl.load(row_scales + group)
         is_input = is_token & (unit < units)
-        if APART:
+        if SLICES > 1:
+            t = tl.load(tokens + unit, mask=is_input, other=0)
+            t0, t1, t2, t3 = quarters(t, dtype)
+        else:
             t0 = tl.load(tokens + unit, mask=is_input, other=0.0)
             t1 = tl.load(tokens + (quarter + unit), mask=is_input, other=0.0)
             t2 = tl.load(tokens + (2 * quarter + unit), mask=is_input, other=0.0)
             t3 = tl.load(tokens + (3 * quarter + unit), mask=is_input, other=0.0)
-        else:
-            t = tl.load(tokens + unit, mask=is_input, other=0)
-            t0, t1, t2, t3 = quarters(t, dtype)
         if FLOATS:
             s = _of_units(whole_scale(s, dtype), UNITS)
             w0, w1, w2, w3 = _floats(w, s, dtype)
@@ -436,26 +428,20 @@ EVEN = 0.84  # share of the multiprocessors' time that equal programs must fill
 
 
 def choose_config(n: int, rows: int, columns: int) -> Config:
-    """For a weight [rows, columns] and n tokens; measured on Hopper."""
-    tokens = min(256, max(8, next_power_of_2(n)))
-    if tokens == 8:
-        shape = Config(32, tokens, 32, 4, 1, 4, 3, ahead=8, registers=96)
-    elif tokens == 16:
-        shape = Config(64, tokens, 32, 1, 1, 4, 4, ahead=8, apart=True)
-    elif tokens == 32:
-        shape = Config(64, tokens, 64, 1, 1, 4, 3, ahead=8, apart=True)
+    """For a weight [rows, columns] and n tokens; up to 64 measured on Hopper."""
+    if n <= 8:
+        shape = Config(32, 8, 32, 4, 1, 4, 3, registers=96)
+    elif n <= 32:
+        shape = Config(64, 32, 64, 1, 1, 4, 3)
     else:
-        shape = Config(128, tokens, 32, 1, 1, 8, 2 if tokens == 128 else 3, ahead=8, apart=True)
-    tiles = cdiv(rows, shape.rows) * cdiv(n, tokens)
-    if tokens > 32 and tiles >= PROCESSORS:
+        shape = Config(128, 64, 32, 1, 1, 8, 3)
+    tiles = cdiv(rows, shape.rows)
+    if n > 64 or (n > 32 and tiles >= PROCESSORS):
         return shape  # what evens out programs is less than what their shares' sums cost
-    iterations = cdiv(columns, UNIT * shape.units * shape.slices)
-    splits = _splits(tiles, iterations // 3)
-    if tiles * splits <= PROCESSORS:  # a program alone on a multiprocessor has more in flight
-        if tokens == 64:
-            shape = shape._replace(units=64)
-        elif tokens == 128:
-            shape = shape._replace(stages=4)
+    splits = _splits(tiles, cdiv(columns, UNIT * shape.units * shape.slices) // 3)
+    if n > 32 and tiles * splits <= PROCESSORS:
+        # a program alone on a multiprocessor has more in flight
+        shape = shape._replace(units=64)
     return shape._replace(splits=splits)
 
 
@@ -530,7 +516,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     groups = weight.scale.shape[1]
     align = math.gcd(groups, 4) if weight.floats else 1  # the least that is copied has 4 bytes
     tokens = aligned(x).view(torch.int64)
-    if config.apart:
+    if config.slices == 1:
         tokens = _apart(tokens, x.dtype)
     y = torch.empty(n, out, dtype=x.dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
@@ -549,8 +535,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         SLICES=config.slices,
         SPLIT=splits > 1,
         STAGES=config.stages,
-        AHEAD=config.ahead if launches_overlap(device) else 0,
-        APART=config.apart,
+        AHEAD=AHEAD if launches_overlap(device) else 0,
         num_warps=config.warps,
         maxnreg=config.registers,
         **overlapping(device),
