@@ -163,7 +163,8 @@ def test_products_at_real_sizes(form: str, tokens: int, floats: bool) -> None:
         x = torch.randn(tokens, columns, device=device).bfloat16()
         exact = x.double() @ four_bit.dequantize(*weight).double().t()
         ready = triton.weight_of(*weight, x.dtype)
-        for product in (triton.product, gluon.product):
+        few = [gluon.product] if tokens <= gluon.MAX_TOKENS else []
+        for product in (triton.product, *few):
             found = product(x, ready, None)
             assert (found.double() - exact).norm() / exact.norm() < 5e-3
 

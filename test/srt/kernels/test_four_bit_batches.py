@@ -9,20 +9,20 @@ import pytest
 import torch
 from gluon_rig import Block, interpreted
 from test_four_bit import Case, draw, on
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.four_bit import naive, triton
+from mamba_eagle.backend.triton import products
+from mamba_eagle.kernels.four_bit import gluon, gluon_batches, naive, triton
 from mamba_eagle.kernels.four_bit import torch as four_bit
 from mamba_eagle.kernels.four_bit.gluon_batches import product, supports
 from mamba_eagle.kernels.four_bit.gluon_shares import (
-    MAX_TOKENS,
-    MIN_TOKENS,
     STEP,
     Config,
     choose_config,
-    sizes,
 )
+from mamba_eagle.quantization.four_bit import FourBitMatrix
 
 # tokens within a tile and beyond; rows and columns that end inside of one; groups of 16 and 128;
 # three programs, which share tiles that are left, or have one each
@@ -69,16 +69,36 @@ def test_products(
     assert error < (1e-3 if dtype == torch.float16 else 6e-3)
 
 
-def test_few_sizes_need_every_kernel() -> None:
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_few_sizes_need_every_kernel(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of weights of a 9B, for all numbers of tokens: each is built before a server is ready."""
 
-    def kernels(n: int) -> tuple[int, bool]:
-        config = choose_config(n, rows, columns)
+    def by_triton(x: Tensor, *_: object) -> object:
+        config = triton.choose_config(len(x), rows, columns)
+        return config._replace(splits=min(config.splits, 2))
+
+    def in_batches(x: Tensor, *_: object) -> object:
+        config = choose_config(len(x), rows, columns)
         return config.tokens, config.share * STEP < columns
 
+    monkeypatch.setattr(triton, "product", by_triton)
+    monkeypatch.setattr(triton, "dequantize", lambda weight: weight)
+    monkeypatch.setattr(gluon, "product", lambda x, *_: len(x) <= 8)
+    monkeypatch.setattr(gluon_batches, "product", in_batches)
+    monkeypatch.setattr(products.F, "linear", lambda x, weight, bias: "by cuBLAS")
+    for module in (gluon, gluon_batches):
+        monkeypatch.setattr(module, "capability", lambda device: capability)
     for rows, columns in ((22656, 4480), (4480, 10240), (15680, 4480), (4480, 15680)):
-        needed = {kernels(n) for n in range(MIN_TOKENS, MAX_TOKENS + 1)}
-        assert sorted(map(kernels, sizes(rows, columns))) == sorted(needed)
+        case = Case(0, rows, columns)
+        weight = FourBitMatrix(*(None if part is None else part.to("meta") for part in draw(case)))
+        product = products.FourBitProduct(weight, torch.bfloat16)
+        x = torch.empty(520, columns, device="meta")
+        needed = {product(x[:n], None) for n in range(1, 521)}
+        found = [product(x[:n], None) for n in product.sizes]
+        assert set(found) == needed
+        assert capability == (8, 0) or len(found) == len(needed)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ MULTIPLE = 16  # rows and columns of a float8 product
 BLOCK = 128  # columns of a block that the kernel supports; its rows are a multiple
 # Up to this many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
-FEW_TOKENS_OF_FOUR_BITS = 512
+FEW_TOKENS_OF_FOUR_BITS = 512  # with kernels for batches
 # What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
 # kernel, then cuBLASLt with sums that are scaled in a kernel of their own, up to as many tokens as
 # this; then row scales within the library.
@@ -169,10 +169,6 @@ class FourBitProduct(PackedProduct):
     dequantized each time, which takes little beside their product."""
 
     few_bits = True
-    sizes: tuple[int, ...] = (
-        *(8, 16, 32, 64, 128, 256, FEW_TOKENS_OF_FOUR_BITS),
-        FEW_TOKENS_OF_FOUR_BITS + 1,
-    )
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
         outputs, inputs = matrix.shape
@@ -180,8 +176,9 @@ class FourBitProduct(PackedProduct):
         parts = (matrix.codes, matrix.scale, matrix.zero, matrix.factor)
         self.weight = four_bit.weight_of(*parts, dtype)
         self.in_batches = batches.supports(self.weight)
-        if self.in_batches:
-            self.sizes += shares.sizes(outputs, inputs)
+        more = range(FEW_TOKENS + 1, FEW_TOKENS_OF_FOUR_BITS + 1)
+        of_more = shares.sizes(more, outputs, inputs) if self.in_batches else more[:1]
+        self.sizes = (8, 16, 32, FEW_TOKENS, *of_more, more.stop)
 
     @property
     def nbytes(self) -> int:
@@ -195,8 +192,11 @@ class FourBitProduct(PackedProduct):
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        if self.in_batches and shares.MIN_TOKENS <= len(x) <= shares.MAX_TOKENS:
+        n = len(x)
+        if n > FEW_TOKENS_OF_FOUR_BITS:
+            return F.linear(x, four_bit.dequantize(self.weight), bias)
+        if n > FEW_TOKENS and self.in_batches:
             return batches.product(x, self.weight, bias)
-        if len(x) <= FEW_TOKENS_OF_FOUR_BITS:
+        if few_tokens.supports(n, self.weight):
             return few_tokens.product(x, self.weight, bias)
-        return F.linear(x, four_bit.dequantize(self.weight), bias)
+        return four_bit.product(x, self.weight, bias)

@@ -233,22 +233,16 @@ def _product_kernel(
     gl.store(y + token.to(gl.int64)[None, :] * out + row[:, None], total.to(dtype), mask=keep)
 
 
-def supports(x: Tensor, weight: Weight) -> bool:
-    """Whether this file's kernel can multiply them, and is the faster one."""
-    n, (rows, units) = x.shape[0], weight.units.shape
+def supports(n: int, weight: Weight) -> bool:
+    """Whether this file's kernel can multiply n tokens, and is faster than triton.py's."""
+    rows, units = weight.units.shape
     few_long = cdiv(rows, 16) <= FEW_PROGRAMS and units > 2 * LONG_ROW
-    return (
-        capability(x.device) >= TENSOR_CORES
-        and n <= MAX_TOKENS
-        and units % 2 == 0
-        and (n > 8 or not few_long)
-    )
+    capable = capability(weight.units.device) >= TENSOR_CORES
+    return capable and n <= MAX_TOKENS and (n > 8 or not few_long)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | None = None) -> Tensor:
-    """As triton.py's, to which it leaves what it does not support."""
-    if not supports(x, weight) and config is None:
-        return by_compiler.product(x, weight, bias)
+    """As triton.py's."""
     n, (out, units) = x.shape[0], weight.units.shape
     tiles, warps, pairs = config or choose_config(n, out)
     groups = weight.scale.shape[1]

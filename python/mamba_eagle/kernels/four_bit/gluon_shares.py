@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from mamba_eagle.kernels.gpu import PROCESSORS, cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
-MIN_TOKENS, MAX_TOKENS = 65, 512  # where gluon_batches.py's kernel is the fastest
 ROWS = 128  # of a tile: 64 for each of two warp groups
 STEP = 64  # columns
 STEP_TIMES = {128: 0.57, 256: 0.85}  # of a tile's tokens: microseconds on an H200
@@ -51,10 +50,10 @@ def choose_config(n: int, rows: int, columns: int) -> Config:
 
 
 @cache
-def sizes(rows: int, columns: int) -> tuple[int, ...]:
-    """Numbers of tokens that between them need every kernel of such a weight."""
+def sizes(numbers: range, rows: int, columns: int) -> tuple[int, ...]:
+    """Those numbers of tokens that between them need every kernel of a weight [rows, columns]."""
     steps, found = cdiv(columns, STEP), {}
-    for n in range(MIN_TOKENS, MAX_TOKENS + 1):
+    for n in numbers:
         config = choose_config(n, rows, columns)
         found[config.tokens, config.share < steps] = n
     return tuple(found.values())
