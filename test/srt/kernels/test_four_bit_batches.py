@@ -17,21 +17,17 @@ from mamba_eagle.backend.triton import products
 from mamba_eagle.kernels.four_bit import gluon, gluon_batches, naive, triton
 from mamba_eagle.kernels.four_bit import torch as four_bit
 from mamba_eagle.kernels.four_bit.gluon_batches import product, supports
-from mamba_eagle.kernels.four_bit.gluon_shares import (
-    STEP,
-    Config,
-    choose_config,
-)
+from mamba_eagle.kernels.four_bit.gluon_shares import choose_cut
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 
 # tokens within a tile and beyond; rows and columns that end inside of one; groups of 16 and 128;
-# three programs, which share tiles that are left, or have one each
+# tokens of a tile, and whether three programs share tiles that are left
 CASES = {
-    "one-tile": (Case(21, 40, 160), Config(32, 0, 3)),
-    "whole-tiles": (Case(45, 130, 128, factors=130, bias=True), Config(32, 1, 2)),
-    "shares": (Case(20, 130, 608, factors=130, bias=True), Config(32, 0, 7)),
-    "shares-after-a-wave": (Case(45, 130, 192), Config(32, 1, 1)),
-    "integers": (Case(12, 70, 512, 128, floats=False, factors=70), Config(16, 0, 3)),
+    "one-tile": (Case(21, 40, 160), 32, False),
+    "whole-tiles": (Case(45, 130, 128, factors=130, bias=True), 32, False),
+    "shares": (Case(20, 130, 608, factors=130, bias=True), 32, True),
+    "shares-after-a-wave": (Case(45, 130, 192), 32, True),
+    "integers": (Case(12, 70, 512, 128, floats=False, factors=70), 16, True),
 }
 
 
@@ -48,9 +44,9 @@ def by_machine(dtype: torch.dtype) -> SimpleNamespace:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below runs the kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case, config", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case, tokens, shared", CASES.values(), ids=CASES)
 def test_products(
-    case: Case, config: Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    case: Case, tokens: int, shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels, shares, numbers = interpreted(
         "four_bit.gluon_batches", "four_bit.gluon_shares", "four_bit.gluon"
@@ -63,7 +59,8 @@ def test_products(
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(case.tokens, case.columns + 8, generator=generator).to(dtype)[:, :-8]
     bias = torch.randn(case.rows, generator=generator).to(dtype) if case.bias else None
-    found = kernels.product(x, triton.weight_of(*weight, dtype), bias, config)
+    cut = shares.cut_into(tokens, shared, case.tokens, case.rows, case.columns)
+    found = kernels.product(x, triton.weight_of(*weight, dtype), bias, cut)
     exact = naive.product(x, *weight) + (0.0 if bias is None else bias.double())
     error = (found.double() - exact).norm() / exact.norm()
     assert error < (1e-3 if dtype == torch.float16 else 6e-3)
@@ -80,8 +77,8 @@ def test_few_sizes_need_every_kernel(
         return config._replace(splits=min(config.splits, 2))
 
     def in_batches(x: Tensor, *_: object) -> object:
-        config = choose_config(len(x), rows, columns)
-        return config.tokens, config.share * STEP < columns
+        cut = choose_cut(len(x), rows, columns)
+        return cut.tokens, cut.places > 0
 
     monkeypatch.setattr(triton, "product", by_triton)
     monkeypatch.setattr(triton, "dequantize", lambda weight: weight)

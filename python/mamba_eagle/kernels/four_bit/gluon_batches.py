@@ -33,14 +33,13 @@ from mamba_eagle.kernels.four_bit.gluon import four, halves, twice
 from mamba_eagle.kernels.four_bit.gluon_shares import (
     ROWS,
     STEP,
-    Config,
-    choose_config,
+    Cut,
+    choose_cut,
     count_items,
-    cut,
     item,
     join,
 )
-from mamba_eagle.kernels.four_bit.triton import UNIT, Weight
+from mamba_eagle.kernels.four_bit.triton import UNIT, Weight, aligned
 from mamba_eagle.kernels.gpu import PROCESSORS, capability, cdiv, overlapping
 from mamba_eagle.kernels.triton_math import previous_done
 
@@ -78,21 +77,21 @@ def _order_kernel(
     numbers = gl.load(at, mask=(eighth < eighths)[:, None], other=0.0)
     numbers = gl.permute(gl.reshape(numbers, [BLOCKS, 4, 2, 2, 4]), (0, 2, 4, 1, 3))
     numbers = gl.convert_layout(gl.reshape(numbers, [2 * BLOCKS, 32]), stored)
-    halves = (eighths + 7) // 8 * 2
+    end = (eighths + 7) // 8 * 2
     half = 2 * first + gl.arange(0, 2 * BLOCKS, gl.SliceLayout(1, stored))
     column = gl.arange(0, 32, gl.SliceLayout(0, stored))
-    at = ordered + token * halves * 32 + (half[:, None] * 32 + column[None, :])
-    gl.store(at, numbers, mask=(half < halves)[:, None])
+    at = ordered + token * end * 32 + (half[:, None] * 32 + column[None, :])
+    gl.store(at, numbers, mask=(half < end)[:, None])
 
 
 @gluon.jit
-def _produce(given, OVERLAP: gl.constexpr):
-    codes, x, w_ring, x_ring, ready, free, own = given[:7]
+def _produce(codes, x, rings, cut, OVERLAP: gl.constexpr):
+    w_ring, x_ring, ready, free = rings
     PAIRS: gl.constexpr = w_ring.shape[2]
     STEP: gl.constexpr = x_ring.shape[2]
     BYTES: gl.constexpr = codes.block_type.nbytes + x.block_type.nbytes
-    items = count_items(own)
-    row, _, begin, end, _ = item(0, w_ring.shape[1], x_ring.shape[1], own)
+    items = count_items(cut)
+    row, _, begin, end, _ = item(0, w_ring.shape[1], x_ring.shape[1], cut)
     # Codes of the first steps: no launch before this one writes them.
     early = gl.minimum(end - begin, ready.shape[0]) * gl.minimum(items, 1)
     for at in range(early):
@@ -101,7 +100,7 @@ def _produce(given, OVERLAP: gl.constexpr):
     previous_done(OVERLAP)
     filled = 0
     for i in range(items):
-        row, token, begin, end, _ = item(i, w_ring.shape[1], x_ring.shape[1], own)
+        row, token, begin, end, _ = item(i, w_ring.shape[1], x_ring.shape[1], cut)
         for step in range(begin, end):
             at = filled % ready.shape[0]
             if filled >= early:
@@ -133,7 +132,7 @@ def _codes(w):
 
 
 @gluon.jit
-def _factor(codes, scale, zero, dtype: gl.constexpr, FLOATS: gl.constexpr, layout: gl.constexpr):
+def _numbers(codes, scale, zero, dtype: gl.constexpr, FLOATS: gl.constexpr, layout: gl.constexpr):
     """Every other pair of units, [64, 4] int32 -> the left factor [64, 32] of half of the columns,
     in the order in which inputs are put."""
     n0, n1, n2, n3 = four(codes, scale, zero, dtype, FLOATS)
@@ -170,22 +169,22 @@ def _store(acc, factor, bias, y, row, out, token, n, factor_stride):
 
 
 @gluon.jit
-def _consume(given, PART: gl.constexpr, GROUP: gl.constexpr, FLOATS: gl.constexpr):
+def _consume(rings, cut, given, PART: gl.constexpr, GROUP: gl.constexpr, FLOATS: gl.constexpr):
     """The products of one warp group's rows."""
-    w_ring, x_ring, ready, free, own, scale, factor, bias, y, parts = given[2:12]
-    n, out, groups, factor_stride = given[12:]
+    w_ring, x_ring, ready, free = rings
+    scale, factor, bias, y, parts, n, out, groups, factor_stride = given
     dtype: gl.constexpr = y.dtype.element_ty
-    ROWS: gl.constexpr = w_ring.shape[1] // 2
+    ROWS: gl.constexpr = w_ring.shape[1] // 2  # of this group
     TOKENS: gl.constexpr = x_ring.shape[1]
     STEP: gl.constexpr = x_ring.shape[2]
     HALF: gl.constexpr = STEP // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    scales: gl.constexpr = gl.SliceLayout(2, _pairs_layout())
-    of_group = gl.arange(0, ROWS, gl.SliceLayout(1, scales))
-    part = gl.arange(0, 4, gl.SliceLayout(0, scales)) * (STEP // 4)
+    pairs: gl.constexpr = gl.SliceLayout(2, _pairs_layout())
+    of_group = gl.arange(0, ROWS, gl.SliceLayout(1, pairs))
+    part = gl.arange(0, 4, gl.SliceLayout(0, pairs)) * (STEP // 4)
     filled = 0
-    for i in range(count_items(own)):
-        row, token, begin, end, place = item(i, 2 * ROWS, TOKENS, own)
+    for i in range(count_items(cut)):
+        row, token, begin, end, place = item(i, 2 * ROWS, TOKENS, cut)
         row += PART * ROWS
         of_rows = scale + gl.minimum(row + of_group, out - 1).to(gl.int64)[:, None] * groups
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
@@ -198,18 +197,18 @@ def _consume(given, PART: gl.constexpr, GROUP: gl.constexpr, FLOATS: gl.constexp
             at = filled % ready.shape[0]
             mbarrier.wait(ready.index(at), filled // ready.shape[0] & 1)
             first, second = gl.split(_codes(w_ring.index(at).slice(PART * ROWS, ROWS)))
-            twos, zeros = twice(s, dtype, FLOATS)
+            scales, zeros = twice(s, dtype, FLOATS)
             x = x_ring.index(at).permute((1, 0))
-            left = _factor(first, twos, zeros, dtype, FLOATS, layout)
-            acc = warpgroup_mma(left, x.slice(0, HALF), acc, is_async=True)
-            right = _factor(second, twos, zeros, dtype, FLOATS, layout)
-            acc = warpgroup_mma(right, x.slice(HALF, HALF), acc, is_async=True)
-            acc, left, right = warpgroup_mma_wait(0, deps=(acc, left, right))
+            w0 = _numbers(first, scales, zeros, dtype, FLOATS, layout)
+            acc = warpgroup_mma(w0, x.slice(0, HALF), acc, is_async=True)
+            w1 = _numbers(second, scales, zeros, dtype, FLOATS, layout)
+            acc = warpgroup_mma(w1, x.slice(HALF, HALF), acc, is_async=True)
+            acc, w0, w1 = warpgroup_mma_wait(0, deps=(acc, w0, w1))
             mbarrier.arrive(free.index(at))
             filled += 1
         if FLOATS:
             acc *= by_compiler.rest(dtype)
-        if end - begin == own[2]:
+        if end - begin == cut[2]:
             _store(acc, factor, bias, y, row, out, token, n, factor_stride)
         else:
             r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -253,16 +252,14 @@ def _product_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)  # warp groups
-    own = (tiles, waves, steps, left, share)
-    given = (
-        codes, x, w_ring, x_ring, ready, free, own, scale, factor, bias, y, parts,
-        n, out, groups, factor_stride,
-    )  # fmt: skip
+    cut = (tiles, waves, steps, left, share)
+    rings = (w_ring, x_ring, ready, free)
+    given = (scale, factor, bias, y, parts, n, out, groups, factor_stride)
     gl.warp_specialize(
         [
-            (_consume, (given, 0, GROUP, FLOATS)),
-            (_consume, (given, 1, GROUP, FLOATS)),
-            (_produce, (given, OVERLAP)),
+            (_consume, (rings, cut, given, 0, GROUP, FLOATS)),
+            (_consume, (rings, cut, given, 1, GROUP, FLOATS)),
+            (_produce, (codes, x, rings, cut, OVERLAP)),
         ],
         [4, 1],
         [240, 24],
@@ -283,8 +280,7 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def _ordered(x: Tensor) -> Tensor:
     """x [n, in] -> [n, in, up to a multiple of STEP]."""
-    if x.stride(0) % 8 or x.storage_offset() % 8 or x.stride(1) != 1:
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = aligned(x, 8)
     n, blocks = x.shape[0], cdiv(x.shape[1], STEP)
     ordered = torch.empty(n, blocks * STEP, dtype=x.dtype, device=x.device)
     _order_kernel[(n, cdiv(blocks, 32))](
@@ -298,29 +294,29 @@ def _ordered(x: Tensor) -> Tensor:
 
 def supports(weight: Weight) -> bool:
     """Whether this file's kernel can multiply it."""
-    # a row of codes begins where the copy engine can
-    aligned = weight.units.stride(0) * weight.units.itemsize % 16 == 0
-    return capability(weight.units.device)[0] == HOPPER and aligned
+    units = weight.units
+    copied = units.stride(0) * units.itemsize % 16 == 0  # rows begin where the copy engine can
+    return copied and capability(units.device)[0] == HOPPER
 
 
-def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | None = None) -> Tensor:
+def product(x: Tensor, weight: Weight, bias: Tensor | None, cut: Cut | None = None) -> Tensor:
     """As triton.py's."""
     n, (out, units) = x.shape[0], weight.units.shape
-    config = config or choose_config(n, out, UNIT * units)
-    own, tokens = cut(n, out, UNIT * units, config), config.tokens
+    cut = cut or choose_cut(n, out, UNIT * units)
+    tokens = cut.tokens
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    parts = torch.empty(own.places, 2, tokens, ROWS // 2, dtype=torch.float32, device=x.device)
+    parts = torch.empty(cut.places, 2, tokens, ROWS // 2, dtype=torch.float32, device=x.device)
     _product_kernel[(PROCESSORS,)](
         _described(weight.units.view(torch.int32), ROWS, STEP // PAIR),
         _described(_ordered(x), tokens, STEP),
         *(weight.scale, weight.factor, bias, y, parts, n, out, weight.scale.shape[1]),
-        *(int(weight.factor.shape[0] > 1), *own),
+        *(int(weight.factor.shape[0] > 1), *cut[1:]),
         GROUP=UNIT * weight.group,
         FLOATS=weight.floats,
         STAGES=min(SHARED_BYTES // (STEP * (2 * tokens + ROWS // 2)), 8),
         num_warps=4,
         **overlapping(x.device),
     )
-    if own.places:
-        join(parts, weight.factor, bias, y, own)
+    if cut.places:
+        join(parts, weight.factor, bias, y, cut)
     return y

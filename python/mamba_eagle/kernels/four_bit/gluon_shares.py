@@ -6,7 +6,6 @@ So a program has at most the end of one tile and the beginning of the next, whos
 launch adds up in the order of columns.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -23,77 +22,66 @@ STEP_TIMES = {128: 0.57, 256: 0.85}  # of a tile's tokens: microseconds on an H2
 JOIN, JOINED = 2.0, 1.4e-6  # microseconds to add up shares, and for each number
 
 
-class Config(NamedTuple):
+class Cut(NamedTuple):
     """How a product is divided; the result depends on ``share`` by rounding only."""
 
     tokens: int  # of a tile
-    waves: int  # whole tiles of each program
-    share: int  # steps of each program in the tiles that are left; all of a tile's: one of these
-
-
-def _configs(n: int, rows: int, columns: int) -> Iterator[tuple[float, Config]]:
-    """Ways to divide a product, and about how many microseconds they take."""
-    steps = cdiv(columns, STEP)
-    for tokens, time in STEP_TIMES.items():
-        waves, rest = divmod(cdiv(rows, ROWS) * cdiv(n, tokens), PROCESSORS)
-        yield (waves + (rest > 0)) * steps * time, Config(tokens, waves, steps)
-        if rest:
-            share = cdiv(rest * steps, PROCESSORS)
-            joined = JOIN + (PROCESSORS + rest) * ROWS * tokens * JOINED
-            yield (waves * steps + share) * time + joined, Config(tokens, waves, share)
-
-
-@cache
-def choose_config(n: int, rows: int, columns: int) -> Config:
-    """For n tokens and a weight [rows, columns]."""
-    return min(_configs(n, rows, columns))[1]
-
-
-@cache
-def sizes(numbers: range, rows: int, columns: int) -> tuple[int, ...]:
-    """Those numbers of tokens that between them need every kernel of a weight [rows, columns]."""
-    steps, found = cdiv(columns, STEP), {}
-    for n in numbers:
-        config = choose_config(n, rows, columns)
-        found[config.tokens, config.share < steps] = n
-    return tuple(found.values())
-
-
-class Cut(NamedTuple):
-    """A product in tiles, as kernels take it."""
-
+    # the rest is what kernels take
     tiles: int  # of tokens, side by side
-    waves: int
+    waves: int  # whole tiles of each program
     steps: int  # of a tile
     left: int  # steps of all tiles that are left after the waves
-    share: int
+    share: int  # of these, for each program; all of a tile's: none is shared
 
     @property
     def places(self) -> int:
         """For sums of shares: a program and a tile that is left have theirs at the sum of both."""
         return PROCESSORS + self.left // self.steps if self.share < self.steps else 0
 
+    @property
+    def microseconds(self) -> float:
+        """About how long it takes."""
+        steps = self.waves * self.steps + (self.share if self.left else 0)
+        joined = JOIN + self.places * ROWS * self.tokens * JOINED if self.places else 0.0
+        return steps * STEP_TIMES[self.tokens] + joined
 
-def cut(n: int, rows: int, columns: int, config: Config) -> Cut:
-    tiles, steps = cdiv(n, config.tokens), cdiv(columns, STEP)
-    left = tiles * cdiv(rows, ROWS) - config.waves * PROCESSORS
-    return Cut(tiles, config.waves, steps, left * steps, config.share)
+
+def cut_into(tokens: int, shared: bool, n: int, rows: int, columns: int) -> Cut:
+    """shared: every program has a share of the tiles that are left; else some have one each."""
+    tiles, steps = cdiv(n, tokens), cdiv(columns, STEP)
+    waves, rest = divmod(cdiv(rows, ROWS) * tiles, PROCESSORS)
+    share = cdiv(rest * steps, PROCESSORS) if shared else steps
+    return Cut(tokens, tiles, waves, steps, rest * steps, share)
+
+
+@cache
+def choose_cut(n: int, rows: int, columns: int) -> Cut:
+    """For n tokens and a weight [rows, columns]."""
+    ways = [(tokens, shared) for tokens in STEP_TIMES for shared in (False, True)]
+    return min((cut_into(*way, n, rows, columns) for way in ways), key=lambda cut: cut.microseconds)
+
+
+@cache
+def sizes(numbers: range, rows: int, columns: int) -> tuple[int, ...]:
+    """Those numbers of tokens that between them need every kernel of a weight [rows, columns]."""
+    cuts = ((choose_cut(n, rows, columns), n) for n in numbers)
+    return tuple({(cut.tokens, cut.places > 0): n for cut, n in cuts}.values())
 
 
 @gluon.jit
-def count_items(own):
+def count_items(cut):
     """A program's tiles and shares of tiles."""
-    _, waves, steps, left, share = own
+    _, waves, steps, left, share = cut
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, left)
     return waves + gl.maximum((end + steps - 1) // steps - begin // steps, 0)
 
 
 @gluon.jit
-def item(i, ROWS: gl.constexpr, TOKENS: gl.constexpr, own):
+def item(i, ROWS: gl.constexpr, TOKENS: gl.constexpr, cut):
     """The program's i-th one: its first row and token, its steps, and the place of its sums. Tiles
     of tokens are side by side, so that they find codes in the L2 cache."""
-    tiles, waves, steps, left, share = own
+    tiles, waves, steps, left, share = cut
     program = gl.program_id(0)
     tile, begin, end, place = i * gl.num_programs(0) + program, 0, steps, 0
     if i >= waves:
@@ -148,12 +136,12 @@ def _join_kernel(
     gl.store(y + (t[:, None] * out + r[None, :]), total.to(y.dtype.element_ty), mask=keep)
 
 
-def join(parts: Tensor, factor: Tensor, bias: Tensor | None, y: Tensor, own: Cut) -> None:
+def join(parts: Tensor, factor: Tensor, bias: Tensor | None, y: Tensor, cut: Cut) -> None:
     """To y [n, out]: sums of shares, times factors ([out, 1] or [1, 1]), plus the bias [out]."""
     tokens, some = parts.shape[2], 16
-    _join_kernel[(2 * (own.left // own.steps), cdiv(tokens, some))](
+    _join_kernel[(2 * (cut.left // cut.steps), cdiv(tokens, some))](
         *(parts, factor, bias, y, *y.shape, int(factor.shape[0] > 1)),
-        *(own.tiles, own.waves * PROCESSORS, own.steps, own.share),
+        *(cut.tiles, cut.waves * PROCESSORS, cut.steps, cut.share),
         SOME=some,
         TOKENS=tokens,
         ROWS=ROWS,

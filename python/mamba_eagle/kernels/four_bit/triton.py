@@ -459,9 +459,9 @@ def _splits(tiles: int, largest: int) -> int:
     return best
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x [n, in], whose rows begin where a unit may."""
-    if x.stride(0) % UNIT or x.storage_offset() % UNIT or x.stride(1) != 1:
+def aligned(x: Tensor, columns: int = UNIT) -> Tensor:
+    """x [n, in], whose rows begin at multiples of this many columns."""
+    if x.stride(0) % columns or x.storage_offset() % columns or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     return x
 
