@@ -3,7 +3,8 @@ test_float8.py.)"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import ptx_rig
 import pytest
@@ -59,6 +60,35 @@ def draw(case: Case) -> Weight:
 
 def on(device: torch.device, weight: Weight) -> Weight:
     return Weight(*(None if part is None else part.to(device) for part in weight))
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """x, a view of wider rows, as lm_head's inputs may be; the bias."""
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(case.tokens, case.columns + 8, generator=generator).to(device, dtype)
+    bias = torch.randn(case.rows, generator=generator).to(device, dtype) if case.bias else None
+    return wide[:, :-8], bias
+
+
+def check(found: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    assert found.dtype == x.dtype
+    exact = naive.product(x.cpu(), *weight) + (0.0 if bias is None else bias.cpu().double())
+    error = (found.cpu().double() - exact).norm() / exact.norm()
+    assert error < (1e-3 if x.dtype == torch.float16 else 6e-3)
+
+
+SHAPES = ((22656, 4480), (4480, 15616), (15680, 4480), (4480, 10240))  # of a 9B
+
+
+def at_real_sizes(tokens: int, floats: bool, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """x [tokens, in] bfloat16, a weight as kernels read it, their product in float64."""
+    from mamba_eagle.kernels.four_bit import triton
+
+    for rows, columns in SHAPES:
+        weight = on(device, draw(Case(tokens, rows, columns, 16 if floats else 128, floats)))
+        x = torch.randn(tokens, columns, device=device).bfloat16()
+        exact = x.double() @ four_bit.dequantize(*weight).double().t()
+        yield x, triton.weight_of(*weight, x.dtype), exact
 
 
 def test_the_floats_of_all_codes() -> None:
@@ -126,27 +156,18 @@ def test_dequantized(form: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
-    weight = draw(case)
-    generator = torch.Generator().manual_seed(1)
-    wide = torch.randn(case.tokens, case.columns + 8, generator=generator).to(dtype)
-    x = wide[:, :-8]  # a view of wider rows, as lm_head's inputs may be
-    bias = torch.randn(case.rows, generator=generator).to(dtype) if case.bias else None
-    exact = naive.product(x, *weight) + (0.0 if bias is None else bias.double())
+    weight, device = draw(case), device_of(form)
+    x, bias = inputs(case, dtype, device)
     if form == "torch":
         found = x @ four_bit.dequantize(*weight).to(x.dtype).t()
         found = found if bias is None else found + bias
     else:
         from mamba_eagle.kernels.four_bit import triton
 
-        device = device_of(form)
         config = triton.Config(32, 16, 32, case.slices, case.splits, 4, 2)
-        given = None if bias is None else bias.to(device)
-        x = wide.to(device)[:, :-8]
         ready = triton.weight_of(*on(device, weight), dtype)
-        found = triton.product(x, ready, given, config).cpu()
-    assert found.dtype == dtype
-    error = (found.double() - exact).norm() / exact.norm()
-    assert error < (1e-3 if dtype == torch.float16 else 6e-3)
+        found = triton.product(x, ready, bias, config)
+    check(found, x, weight, bias)
 
 
 @pytest.mark.gpu
@@ -156,16 +177,10 @@ def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
 def test_products_at_real_sizes(form: str, tokens: int, floats: bool) -> None:
     from mamba_eagle.kernels.four_bit import gluon, triton
 
-    device = device_of(form)
-    for rows, columns in ((22656, 4480), (4480, 15616), (15680, 4480), (4480, 10240)):
-        case = Case(tokens, rows, columns, 16 if floats else 128, floats)
-        weight = on(device, draw(case))
-        x = torch.randn(tokens, columns, device=device).bfloat16()
-        exact = x.double() @ four_bit.dequantize(*weight).double().t()
-        ready = triton.weight_of(*weight, x.dtype)
-        few = [gluon.product] if tokens <= gluon.MAX_TOKENS else []
+    few = [gluon.product] if tokens <= gluon.MAX_TOKENS else []
+    for x, weight, exact in at_real_sizes(tokens, floats, device_of(form)):
         for product in (triton.product, *few):
-            found = product(x, ready, None)
+            found = product(x, weight, None)
             assert (found.double() - exact).norm() / exact.norm() < 5e-3
 
 
@@ -180,12 +195,7 @@ def test_products_in_registers(
     from mamba_eagle.kernels.four_bit import gluon, triton
 
     device = device_of(form)
-    weight, tokens = draw(case), min(case.tokens, gluon.MAX_TOKENS)
-    wide = torch.randn(tokens, case.columns + 8).to(dtype)
-    bias = torch.randn(case.rows).to(dtype)
-    exact = naive.product(wide[:, :-8], *weight) + (bias.double() if case.bias else 0.0)
+    weight, few = draw(case), min(case.tokens, gluon.MAX_TOKENS)
+    x, bias = inputs(case._replace(tokens=few), dtype, device)
     ready = triton.weight_of(*on(device, weight), dtype)
-    given = bias.to(device) if case.bias else None
-    found = gluon.product(wide.to(device)[:, :-8], ready, given, gluon.Config(*shape)).cpu()
-    error = (found.double() - exact).norm() / exact.norm()
-    assert error < (1e-3 if dtype == torch.float16 else 6e-3)
+    check(gluon.product(x, ready, bias, gluon.Config(*shape)), x, weight, bias)

@@ -8,15 +8,13 @@ import hopper_rig  # noqa: F401 - for the interpreted module
 import pytest
 import torch
 from gluon_rig import Block, interpreted
-from test_four_bit import Case, draw, on
+from test_four_bit import SHAPES, Case, at_real_sizes, check, draw, inputs, on
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from mamba_eagle.backend.triton import products
-from mamba_eagle.kernels.four_bit import gluon, gluon_batches, naive, triton
-from mamba_eagle.kernels.four_bit import torch as four_bit
-from mamba_eagle.kernels.four_bit.gluon_batches import product, supports
+from mamba_eagle.kernels.four_bit import gluon, gluon_batches, triton
 from mamba_eagle.kernels.four_bit.gluon_shares import choose_cut
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 
@@ -56,14 +54,10 @@ def test_products(
     for module in (kernels, shares):
         monkeypatch.setattr(module, "PROCESSORS", 3)
     weight = draw(case)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(case.tokens, case.columns + 8, generator=generator).to(dtype)[:, :-8]
-    bias = torch.randn(case.rows, generator=generator).to(dtype) if case.bias else None
+    x, bias = inputs(case, dtype, torch.device("cpu"))
     cut = shares.cut_into(tokens, shared, case.tokens, case.rows, case.columns)
     found = kernels.product(x, triton.weight_of(*weight, dtype), bias, cut)
-    exact = naive.product(x, *weight) + (0.0 if bias is None else bias.double())
-    error = (found.double() - exact).norm() / exact.norm()
-    assert error < (1e-3 if dtype == torch.float16 else 6e-3)
+    check(found, x, weight, bias)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
@@ -87,9 +81,8 @@ def test_few_sizes_need_every_kernel(
     monkeypatch.setattr(products.F, "linear", lambda x, weight, bias: "by cuBLAS")
     for module in (gluon, gluon_batches):
         monkeypatch.setattr(module, "capability", lambda device: capability)
-    for rows, columns in ((22656, 4480), (4480, 10240), (15680, 4480), (4480, 15680)):
-        case = Case(0, rows, columns)
-        weight = FourBitMatrix(*(None if part is None else part.to("meta") for part in draw(case)))
+    for rows, columns in SHAPES:
+        weight = FourBitMatrix(*on(torch.device("meta"), draw(Case(0, rows, columns))))
         product = products.FourBitProduct(weight, torch.bfloat16)
         x = torch.empty(520, columns, device="meta")
         needed = {product(x[:n], None) for n in range(1, 521)}
@@ -102,14 +95,9 @@ def test_few_sizes_need_every_kernel(
 @pytest.mark.parametrize("tokens", [65, 128, 256, 300, 512])
 @pytest.mark.parametrize("floats", [True, False], ids=["nvfp4", "int4"])
 def test_a_gpu_gives_the_product_at_real_sizes(tokens: int, floats: bool) -> None:
-    for rows, columns in ((22656, 4480), (4480, 15616)):
-        case = Case(tokens, rows, columns, 16 if floats else 128, floats)
-        weight = on(torch.device("cuda"), draw(case))
-        ready = triton.weight_of(*weight, torch.bfloat16)
-        if not supports(ready):
+    for x, weight, exact in at_real_sizes(tokens, floats, torch.device("cuda")):
+        if not gluon_batches.supports(weight):
             pytest.skip("needs a Hopper GPU")
-        x = torch.randn(tokens, columns, device="cuda").bfloat16()
-        exact = x.double() @ four_bit.dequantize(*weight).double().t()
-        found = product(x, ready, None)
+        found = gluon_batches.product(x, weight, None)
         assert (found.double() - exact).norm() / exact.norm() < 5e-3
-        assert torch.equal(found, product(x, ready, None))
+        assert torch.equal(found, gluon_batches.product(x, weight, None))
