@@ -79,7 +79,7 @@ def _scales_layout(WARPS, ROWS, PAIRS, OWN):
 
 
 @gluon.jit
-def _twice(number):
+def _in_both_halves(number):
     """A 16-bit float in both halves of 32 bits."""
     bits = number.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
@@ -89,16 +89,16 @@ def _twice(number):
 def twice(scale, dtype: gl.constexpr, FLOATS: gl.constexpr):
     """What ``four`` takes of a group, for two units at once: scales; zero points of integers."""
     if FLOATS:
-        scales = _twice(by_compiler.whole_scale(scale, dtype))
+        scales = _in_both_halves(by_compiler.whole_scale(scale, dtype))
         return scales, scales
     else:
         power: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
         zero = (-power - (scale >> 16).to(gl.float32)).to(dtype)
-        return _twice(scale.to(gl.int16).to(dtype, bitcast=True)), _twice(zero)
+        return _in_both_halves(scale.to(gl.int16).to(dtype, bitcast=True)), _in_both_halves(zero)
 
 
 @gluon.jit
-def _four(code: gl.constexpr, registers: gl.constexpr, given):
+def _by_ptx(code: gl.constexpr, registers: gl.constexpr, given):
     return gl.inline_asm_elementwise(
         code, registers, given, dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -112,12 +112,12 @@ def four(codes, scale, zero, dtype: gl.constexpr, FLOATS: gl.constexpr):
         code: gl.constexpr = (
             by_compiler.FLOATS_BF16 if dtype == gl.bfloat16 else by_compiler.FLOATS_F16
         )
-        return _four(code, "=r,=r,=r,=r,r,r", [codes, scale])
+        return _by_ptx(code, "=r,=r,=r,=r,r,r", [codes, scale])
     else:
         code: gl.constexpr = (
             by_compiler.INTEGERS_BF16 if dtype == gl.bfloat16 else by_compiler.INTEGERS_F16
         )
-        return _four(code, "=r,=r,=r,=r,r,r,r", [codes, scale, zero])
+        return _by_ptx(code, "=r,=r,=r,=r,r,r,r", [codes, scale, zero])
 
 
 @gluon.jit

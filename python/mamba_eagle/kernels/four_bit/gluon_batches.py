@@ -56,12 +56,12 @@ def _order_kernel(
     ordered,  # [n, 32 halves]
     eighths,  # of 64 columns
     x_stride,
-    BLOCKS: gl.constexpr,  # of 64 columns
     OVERLAP: gl.constexpr,
 ):
     """Of each 64 columns 16 t + 8 j + 4 h + i becomes 32 j + 8 i + 2 t + h: a thread has all
     columns of one j."""
     previous_done(OVERLAP)
+    BLOCKS: gl.constexpr = 32  # of 64 columns
     loaded: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0]],
         [[1, 0], [8, 0], [16, 0], [32, 0], [64, 0]], [[128, 0]], [], [8 * BLOCKS, 8],
@@ -285,7 +285,6 @@ def _ordered(x: Tensor) -> Tensor:
     ordered = torch.empty(n, blocks * STEP, dtype=x.dtype, device=x.device)
     _order_kernel[(n, cdiv(blocks, 32))](
         *(x, ordered, x.shape[1] // 8, x.stride(0) // 8),
-        BLOCKS=32,
         num_warps=2,
         **overlapping(x.device),
     )

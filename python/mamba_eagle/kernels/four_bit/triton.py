@@ -15,6 +15,7 @@ scale and the weight are rounded.
 
 With slices, each warp multiplies all of the program's rows with columns of its own, and the warps'
 sums are added at the end: programs have few rows, and there are enough of them to fill a GPU.
+Without, all warps need all inputs, which a launch of its own takes apart beforehand.
 """
 
 from __future__ import annotations
@@ -491,9 +492,8 @@ def _apart_kernel(
 
 def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Units [n, units] int64 -> their numbers 0 to 3 [4, n, units]."""
-    n, units = tokens.shape
+    (n, units), block = tokens.shape, 1024
     parts = torch.empty(4, n, units, dtype=dtype, device=tokens.device)
-    block = 1024
     _apart_kernel[(n, cdiv(units, block))](
         *(tokens, parts, units, tokens.stride(0)),
         BLOCK=block,
