@@ -127,25 +127,20 @@ def _e2m1(unit, SIGN: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _plain_floats(unit, dtype: tl.constexpr):
-    """Four tiles of float32, without scales."""
+def _plain(unit, zero, dtype: tl.constexpr, FLOATS: tl.constexpr):
+    """Four tiles of float32: E2M1 floats, or integers less zero points, without scales."""
     u = unit.to(tl.int32)
-    if dtype == tl.bfloat16:
+    if not FLOATS:
+        return (
+            (u & 15).to(tl.float32) - zero,
+            (u >> 4 & 15).to(tl.float32) - zero,
+            (u >> 8 & 15).to(tl.float32) - zero,
+            (u >> 12 & 15).to(tl.float32) - zero,
+        )
+    elif dtype == tl.bfloat16:
         return _e2m1(u, 15, 6), _e2m1(u, 12, 3), _e2m1(u, 14, 0), _e2m1(u, 13, 9)
     else:
         return _e2m1(u, 15, 9), _e2m1(u, 12, 6), _e2m1(u, 14, 3), _e2m1(u, 13, 0)
-
-
-@triton.jit
-def _plain_integers(unit, zero):
-    """Four tiles of float32, less zero points, without scales."""
-    u = unit.to(tl.int32)
-    return (
-        (u & 15).to(tl.float32) - zero,
-        (u >> 4 & 15).to(tl.float32) - zero,
-        (u >> 8 & 15).to(tl.float32) - zero,
-        (u >> 12 & 15).to(tl.float32) - zero,
-    )
 
 
 # What E2M1's bits stand for in a 16-bit float is too small by 2^126 or 2^14. Most of it is
@@ -193,23 +188,15 @@ def _four(code: tl.constexpr, registers: tl.constexpr, given, dtype: tl.constexp
 
 
 @triton.jit
-def _floats(unit, scale, dtype: tl.constexpr):
-    """E2M1 floats times scales. unit: int16; scale: per unit -> four tiles of ``dtype``."""
+def _numbers(unit, scale, zero, dtype: tl.constexpr, FLOATS: tl.constexpr):
+    """Numbers times scales. unit: int16; scale: per unit; zero: also, if they are integers, less
+    than 0 by as much as ``_placed_integers`` needs -> four tiles of ``dtype``."""
     if INTERPRETED:
-        n0, n1, n2, n3 = _plain_floats(unit, dtype)
+        n0, n1, n2, n3 = _plain(unit, zero, dtype, FLOATS)
         return n0 * scale, n1 * scale, n2 * scale, n3 * scale
-    else:
+    elif FLOATS:
         code: tl.constexpr = FLOATS_BF16 if dtype == tl.bfloat16 else FLOATS_F16
         return _four(code, "=r,=r,=r,=r,r,r", [unit, scale], dtype)
-
-
-@triton.jit
-def _integers(unit, scale, zero, dtype: tl.constexpr):
-    """Integers less zero points, times scales. unit: int16; scale: per unit; zero: also, less than
-    0 by as much as ``_placed_integers`` needs -> four tiles of ``dtype``."""
-    if INTERPRETED:
-        n0, n1, n2, n3 = _plain_integers(unit, zero)
-        return n0 * scale, n1 * scale, n2 * scale, n3 * scale
     else:
         code: tl.constexpr = INTEGERS_BF16 if dtype == tl.bfloat16 else INTEGERS_F16
         return _four(code, "=r,=r,=r,=r,r,r,r", [unit, scale, zero], dtype)
@@ -319,8 +306,8 @@ def _product_kernel(
             t2 = tl.load(tokens + (2 * quarter + unit), mask=is_input, other=0.0)
             t3 = tl.load(tokens + (3 * quarter + unit), mask=is_input, other=0.0)
         if FLOATS:
-            s = _of_units(whole_scale(s, dtype), UNITS)
-            w0, w1, w2, w3 = _floats(w, s, dtype)
+            s = whole_scale(s, dtype)
+            z = s  # not read
         else:
             z = (s >> 16).to(tl.float32)
             s = s.to(tl.int16).to(dtype, bitcast=True)
@@ -329,7 +316,8 @@ def _product_kernel(
             else:
                 power: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
                 z = (-power - z).to(dtype)
-            w0, w1, w2, w3 = _integers(w, _of_units(s, UNITS), _of_units(z, UNITS), dtype)
+        s, z = _of_units(s, UNITS), _of_units(z, UNITS)
+        w0, w1, w2, w3 = _numbers(w, s, z, dtype, FLOATS)
         acc = _add_product(w0, t0, acc)
         acc = _add_product(w1, t1, acc)
         acc = _add_product(w2, t2, acc)
@@ -569,11 +557,12 @@ def _dequantize_kernel(
     w = tl.load(codes + row * UNITS + unit, mask=inside, other=0)
     s = tl.load(scale + row * (UNITS // GROUP) + unit // GROUP, mask=inside, other=0.0)
     if FLOATS:
-        n0, n1, n2, n3 = _plain_floats(w, dtype)
         s = s.to(tl.float32)
+        z = s  # not read
     else:
-        n0, n1, n2, n3 = _plain_integers(w, (s >> 16).to(tl.float32))
+        z = (s >> 16).to(tl.float32)
         s = s.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    n0, n1, n2, n3 = _plain(w, z, dtype, FLOATS)
     s *= tl.load(factor + row * factor_stride)
     numbers = tl.join(tl.join(n0 * s, n2 * s), tl.join(n1 * s, n3 * s))  # 0 2, 1 3 -> 0 1 2 3
     column = tl.program_id(1) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
