@@ -115,7 +115,8 @@ def test_a_client_that_leaves_ends_it_and_a_stop_waits_for_none(server: RunningS
 
     def ask(number: int) -> int | None:
         body = {"text": "a", "sampling_params": intersection(20 + number % 5)}
-        with suppress(httpx.ConnectError):  # it came after the stop
+        # it came after the stop, or waited to be taken when that came
+        with suppress(httpx.ConnectError, httpx.RemoteProtocolError):
             reply = httpx.post(f"{server.base_url}/generate", json=body, timeout=PATIENCE)
             return reply.status_code
         return None
@@ -128,8 +129,8 @@ def test_a_client_that_leaves_ends_it_and_a_stop_waits_for_none(server: RunningS
         eventually(lambda: trials(server), "one is tried")
         family = everybody(server)
         server.process.send_signal(signal.SIGTERM)
-        # 400: it was refused just before
-        assert {status.result() for status in statuses} <= {400, 503, None}
+        found = {status.result() for status in statuses}
+        assert found & {400, 503} and found <= {400, 503, None}  # 400: it was refused just before
     assert server.wait(PATIENCE) == 0
     assert_all_ended(server)
     assert_end(family)

@@ -332,37 +332,33 @@ def _range(*bounds: Any) -> Iterator[Block]:
     return map(Block, range(*map(operator.index, bounds)))
 
 
+def _is_gluon(name: str) -> bool:
+    return name.startswith(PACKAGE) and ".gluon" in name
+
+
 @functools.cache
 def interpreted(*names: str) -> list[Any]:
     """Modules of kernels/, as ``recurrence.gluon_fold``, whose launches run here."""
     replaced = _modules()
-    rooms = {name.split(".")[0] for name in names} | {"recurrence"}
-    own = [
-        name
-        for name in sys.modules
-        if name.startswith(tuple(f"{PACKAGE}{room}.gluon" for room in rooms))
-    ]
-    before = {name: sys.modules.get(name) for name in (*own, *replaced)}
-    for name in own:
+    real = {name: m for name, m in sys.modules.items() if name in replaced or _is_gluon(name)}
+    for name in real:
         del sys.modules[name]
     sys.modules.update(replaced)
     try:
         found = [importlib.import_module(PACKAGE + name) for name in names]
-        made = [m for n, m in sys.modules.items() if n.startswith(PACKAGE) and ".gluon" in n]
-        for module in made:
+        for module in [m for name, m in sys.modules.items() if _is_gluon(name)]:
             vars(module)["range"] = _range
             if hasattr(module, "previous_done"):
                 module.previous_done = _nothing
     finally:
-        fresh = [n for n in sys.modules if n.startswith(PACKAGE) and ".gluon" in n]
-        for name in {*fresh, *replaced}:
-            sys.modules.pop(name)
-            if (module := before.get(name)) is not None:
-                sys.modules[name] = module
-            if name in fresh:  # ``from package import module`` reads an attribute
-                package, _, last = name.rpartition(".")
-                if module is not None:
-                    setattr(sys.modules[package], last, module)
-                else:
-                    delattr(sys.modules[package], last)
+        for name in [*filter(_is_gluon, sys.modules), *replaced]:
+            del sys.modules[name]
+            package, _, last = name.rpartition(".")
+            if _is_gluon(name):  # ``from package import module`` reads an attribute
+                delattr(sys.modules[package], last)
+        for name, module in real.items():
+            sys.modules[name] = module
+            package, _, last = name.rpartition(".")
+            if _is_gluon(name):
+                setattr(sys.modules[package], last, module)
     return found
