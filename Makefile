@@ -6,6 +6,11 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
 
+# Few of the files that come with torch and others are ever imported: these are compiled then, once,
+# since Python may write it down.
+PIP   := $(BIN)/python -m pip install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
 SCALE   ?= 20
 RESULTS ?= $(CURDIR)/benchmark/results/reliability.jsonl
 
@@ -101,9 +106,9 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV): torch and others, a few minutes and up to some GB the first time"
-	$(BIN)/python -m pip install -e .
+	$(PIP) -e .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[test]'
+	$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.installed
