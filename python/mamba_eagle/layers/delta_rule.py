@@ -155,10 +155,8 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
 
     def project(self, hidden: Operand, ctx: ForwardContext) -> Projected:
         c = self.config
-        both, gates = self._ops.in_branches(
-            lambda: self.product("channels", hidden),
-            lambda: ctx.gates(self, self.product("gates", unrounded(hidden))),
-        )
+        both = self.product("channels", hidden)
+        gates = ctx.gates(self, self.product("gates", unrounded(hidden)))
         channels, gate = both.split([c.conv_dim, c.inner_size], dim=-1)
         return Projected(channels, gate, gates)
 

@@ -37,7 +37,6 @@ class HeadNorms(NamedTuple):
 Product: TypeAlias = Callable[[Tensor, "Tensor | None"], Tensor]
 # hidden [n, size], where the experts [n, k] int32 are to be or None -> routes
 FusedRouter: TypeAlias = Callable[[Tensor, "Tensor | None"], Routes]
-Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class LayerOps:
@@ -160,11 +159,6 @@ class LayerOps:
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
     # ── products ──
-
-    def in_branches(self, large: Callable[[], Tensor], small: Callable[[], Tensor]) -> Pair:
-        """The results of two computations that do not need each other. While the first goes on the
-        device may have room for the second."""
-        return large(), small()
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
         """Whether products on ``device`` read ``matrix`` as it is. Where they do not, it is

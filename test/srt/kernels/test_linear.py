@@ -35,6 +35,23 @@ def test_products_are_right(n: int, rows: int, columns: int, has_bias: bool) -> 
     assert linear(x, weight, bias, place) is place and torch.equal(place, found)
 
 
+@runs_kernels
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("n, rows, columns", [(1, 1, 16), (4, 96, 336), (7, 5, 80)], ids=str)
+def test_products_of_few_rows_are_right(n: int, rows: int, columns: int, has_bias: bool) -> None:
+    """A row's bits are the same among any others."""
+    from mamba_eagle.kernels.linear.triton_rows import linear
+
+    x, weight = normal(n, columns + 16)[:, :columns], normal(rows, columns, seed=1)
+    bias = normal(rows, seed=2) if has_bias else None
+    wanted = naive.linear(x, weight, bias)
+    found = linear(x, weight, bias)
+    assert (found.double() - wanted).norm() < 5e-3 * wanted.norm()  # the interpreter truncates
+    place = torch.full_like(found, float("nan"))
+    assert linear(x, weight, bias, place) is place and torch.equal(place, found)
+    assert torch.equal(linear(x[-1:], weight, bias), found[-1:])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 @pytest.mark.parametrize("rows, columns", [(4480, 15680), (22656, 4480), (100, 336)], ids=str)

@@ -131,32 +131,3 @@ def test_kernels_give_what_torch_gives(dtype: torch.dtype) -> None:
 def assert_close(found: Tensor, wanted: Tensor) -> None:
     error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
     assert error < 6e-3, "one or two roundings apart"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_branches_of_a_graph_have_ended_where_a_kernel_that_starts_early_reads() -> None:
-    ops, weight = TritonOps(), torch.ones(2048, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
-    wide = torch.randn(2048, 8192, device="cuda", dtype=torch.bfloat16)
-
-    def slow() -> Tensor:
-        y = x
-        for _ in range(40):
-            y = (y @ wide[:, :2048]) / 45
-        return y
-
-    def both() -> tuple[Tensor, Tensor]:
-        large, small = ops.in_branches(lambda: ops.rms_norm(x, weight, 1e-6) @ wide, slow)
-        return large, ops.rms_norm(small, weight, 1e-6)
-
-    both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
-    for seed in range(5):
-        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-        graph.replay()
-        for own, wanted in zip(found, both(), strict=True):
-            assert torch.equal(own, wanted)

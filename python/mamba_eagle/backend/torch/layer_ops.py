@@ -1,13 +1,10 @@
 """Without custom kernels: products by oneDNN on a CPU, grouped products on a GPU."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.layers.ops import LayerOps, Pair
+from mamba_eagle.layers.ops import LayerOps
 
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
 
@@ -34,28 +31,10 @@ def onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return y[:rows] if missing else y
 
 
-@cache
-def _second_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class CudaOps(LayerOps):
     """Operations for any dtype on a GPU."""
 
     name = "torch"
-
-    def in_branches(self, large: Callable[[], Tensor], small: Callable[[], Tensor]) -> Pair:
-        """As two branches of a graph; outside of one, a second stream costs more than it saves."""
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return super().in_branches(large, small)
-        first = torch.cuda.current_stream()
-        second = _second_stream(first.device_index)
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            little = small()
-        pair = large(), little
-        first.wait_stream(second)
-        return pair
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """One kernel without a round trip to the host in bfloat16; else the loop over experts.

@@ -78,9 +78,7 @@ class TritonOps(CudaOps):
     # ── products ──
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        return (
-            products.SixteenBitProduct(weight) if products.SixteenBitProduct.takes(weight) else None
-        )
+        return products.of_sixteen_bits(weight)
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
         return products.multiplies(matrix, device)

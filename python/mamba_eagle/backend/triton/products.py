@@ -14,6 +14,7 @@ from mamba_eagle.kernels.four_bit import gluon_shares as shares
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.linear import triton as sixteen_bit
+from mamba_eagle.kernels.linear import triton_rows as few_rows
 from mamba_eagle.layers.products import MatrixProduct, PackedProduct, WritingProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
@@ -31,8 +32,8 @@ FEW_TOKENS_OF_FOUR_BITS = 512  # beyond it the weight is dequantized
 # kernel, then cuBLASLt with sums that are scaled in a kernel of their own, up to as many tokens as
 # this; then row scales within the library.
 MAX_SCALED_AFTER = 128
-# A weight of so few rows has too few programs, so cuBLAS divides its columns.
-FEW_ROWS = 2048
+# A weight of fewer rows has too few programs, so cuBLAS divides its columns.
+MANY_ROWS = 2048
 
 
 class SixteenBitProduct(WritingProduct):
@@ -54,11 +55,25 @@ class SixteenBitProduct(WritingProduct):
         torch.mm(x, self.weight.t(), out=out)
         return out if bias is None else out.add_(bias)
 
-    @staticmethod
-    def takes(weight: Tensor) -> bool:
-        """Whether the kernel reads the weight [out, in], and is the faster one."""
-        aligned = weight.shape[1] % MULTIPLE == 0
-        return weight.dtype in SIXTEEN_BITS and aligned and len(weight) >= FEW_ROWS
+
+class FewRowsProduct(SixteenBitProduct):
+    """Very few tokens by a program per row, more by cuBLAS."""
+
+    sizes = (few_rows.MAX_TOKENS,)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if x.ndim == 2 and len(x) <= few_rows.MAX_TOKENS and x.stride(1) == 1:
+            return few_rows.linear(x, self.weight, bias, out)
+        return self.library(x, bias, out)
+
+
+def of_sixteen_bits(weight: Tensor) -> SixteenBitProduct | None:
+    """The product with a weight [out, in] that is faster than cuBLAS for few tokens, if any."""
+    if weight.dtype not in SIXTEEN_BITS:
+        return None
+    if len(weight) >= MANY_ROWS and weight.shape[1] % MULTIPLE == 0:
+        return SixteenBitProduct(weight)
+    return FewRowsProduct(weight) if few_rows.takes(weight) else None
 
 
 def multiplies(matrix: Matrix, device: torch.device) -> bool:
