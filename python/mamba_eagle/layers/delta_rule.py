@@ -155,8 +155,9 @@ class GatedDeltaNet(JoinedLayer, DeltaRule):
 
     def project(self, hidden: Operand, ctx: ForwardContext) -> Projected:
         c = self.config
-        both = self.product("channels", hidden)
+        # first the small product: a GPU fetches the large one's weight meanwhile
         gates = ctx.gates(self, self.product("gates", unrounded(hidden)))
+        both = self.product("channels", hidden)
         channels, gate = both.split([c.conv_dim, c.inner_size], dim=-1)
         return Projected(channels, gate, gates)
 
