@@ -5,8 +5,8 @@
 
 The shapes are those of a 9B model, and narrower ones. Launches go round copies of the weight,
 which together do not fit into the L2 cache. ``unsplit``: cuBLASLt when it may not divide the
-columns. Rows of all forms that divide none are compared bit by bit; the script fails where they
-differ.
+columns. ``rows``: the kernel for few rows. Rows of all other forms that divide no columns are
+compared bit by bit; the script fails where they differ.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmark.lib.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
+from mamba_eagle.kernels.linear import triton_rows
 from mamba_eagle.kernels.linear.triton import Config, linear
 
-NARROW = {"router": (128, 2688), "short": (1024, 4096), "30B out": (2688, 4096)}
+NARROW = {"gates": (96, 5120), "router": (128, 2688), "short": (1024, 4096), "30B out": (2688, 4096)}
 TOKENS = (1, 8, 32, 64, 128, 256)
 SWEEP = [
     Config(rows, 0, columns, warps, stages)
@@ -81,6 +82,9 @@ def main() -> None:
             with unsplit():
                 wanted = F.linear(x, first)
                 report.add(label, "unsplit", graph_us(library), least)
+            if triton_rows.takes(first) and tokens <= triton_rows.MAX_TOKENS:
+                rows_alone = [partial(triton_rows.linear, x, weight, None) for weight in weights]
+                report.add(label, "rows", graph_us(rows_alone), least)
             times = []
             for config in configs(tokens, args.sweep):
                 launches = [partial(linear, x, weight, None, None, config) for weight in weights]
