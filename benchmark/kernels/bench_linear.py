@@ -26,7 +26,12 @@ from benchmark.lib.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.linear import triton_rows
 from mamba_eagle.kernels.linear.triton import Config, linear
 
-NARROW = {"gates": (96, 5120), "router": (128, 2688), "short": (1024, 4096), "30B out": (2688, 4096)}
+NARROW = {
+    "gates": (96, 5120),
+    "router": (128, 2688),
+    "short": (1024, 4096),
+    "30B out": (2688, 4096),
+}
 TOKENS = (1, 8, 32, 64, 128, 256)
 SWEEP = [
     Config(rows, 0, columns, warps, stages)
