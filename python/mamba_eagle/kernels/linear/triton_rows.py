@@ -1,7 +1,7 @@
 """Products with matrices of 16 bits that have few rows, for very few tokens, on a GPU.
 
-A program multiplies one row of the weight, which it loads at once: rows that short are over before
-a loop over their columns has begun to pay. The previous kernel may run meanwhile.
+A program multiplies one row of the weight, which it loads as a whole while the previous kernel ends:
+a loop over the columns of so short a row would be over before its loads are under way.
 """
 
 import torch
