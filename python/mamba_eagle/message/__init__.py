@@ -9,10 +9,10 @@
     server    ── AskRanks ───────────────────────────────────────▶ scheduler, and on to the runner
     server    ◀── Ready, [RequestOutput], StateReply ───────────── scheduler
     server    ◀── ProfileReply, Done, RankReply, PrefixMoved ───── scheduler
-    scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
-    scheduler ── ChangeModel ────────────────────────────────────▶ runner
+    scheduler ── Plan, CompileGrammar, Profile, Shutdown ────────▶ runner
+    scheduler ── ReadAdapter, DropAdapter, ChangeModel ──────────▶ runner
     scheduler ◀── Ready, StepResult, ProfileReply, Done ────────── runner
-    scheduler ◀── AdapterRead, RankReply ───────────────────────── runner
+    scheduler ◀── GrammarCompiled, AdapterRead, RankReply ──────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
