@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     down: Config
 
 
-# What is fastest was measured (docs/design/kernels.md).
+# What is fastest was measured (benchmark/kernels.md).
 FEW = Sizes(1, Config(8, 0, 512, 4, 4), Config(8, 0, 256, 2, 5))
 FEW_FLOAT8 = Sizes(1, Config(32, 0, 256, 4, 4), Config(16, 0, 512, 2, 3))
 TILES = [

@@ -28,7 +28,7 @@ BLOCK = 128  # columns of a block that the kernel supports; its rows are a multi
 # Up to this many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
 FEW_TOKENS_OF_FOUR_BITS = 512  # beyond it the weight is dequantized
-# What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
+# What is fastest at how many tokens was measured (benchmark/decisions.md): first the Triton
 # kernel, then cuBLASLt with sums that are scaled in a kernel of their own, up to as many tokens as
 # this; then row scales within the library.
 MAX_SCALED_AFTER = 128
