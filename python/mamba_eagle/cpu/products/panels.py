@@ -4,7 +4,7 @@ A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outpu
 read a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are
 published in bfloat16, so keeping their 16 bits and widening them in registers changes no value and
 halves what few rows read. Many rows share what is widened; measurements are in
-docs/design/kernels.md. An output in bfloat16 lies beside the one that is a register further on
+benchmark/cpu.md. An output in bfloat16 lies beside the one that is a register further on
 (``PAIR``), so that a vector of such pairs becomes two registers by one shift and one mask.
 """
 
