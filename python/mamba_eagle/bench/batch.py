@@ -21,7 +21,7 @@ class Generation:
 
     Times are the runner's own (``StepResult.seconds``), from taking a plan to the end of its work.
     The scheduler's time is left out: a server spends it in another process, beside the runner's
-    step. docs/design/numbers.md has what that changes.
+    step. benchmark/decisions.md has what that changes.
     """
 
     tokens: list[list[int]]  # [requests][output tokens]
