@@ -74,7 +74,7 @@ class HttpSettings(Settings):
     constrained_json_whitespace_pattern: str = setting(
         "",
         "regex of what may stand between the tokens of JSON, such as [ \\n]{0,20}, where the "
-        "request says nothing of it (default: a blank behind each comma and colon at most)",
+        "request says nothing of it (default: a blank after each comma and colon at most)",
         may_be_empty=False,
     )
     pooling_method: str = setting(

@@ -103,7 +103,7 @@ class Constrained(Body):
     guided_grammar: Annotated[Any, TEXT_VALUE] = says("as ebnf")
     guided_whitespace_pattern: Text | None = says(
         'of JSON: a regex of what may stand between its tokens; "": nothing; without it a blank '
-        "behind each comma and colon at most, or what `--constrained-json-whitespace-pattern` says"
+        "after each comma and colon at most, or what `--constrained-json-whitespace-pattern` says"
     )
     structured_outputs: Structured | None = says("vLLM's: one of them")
 

@@ -103,7 +103,7 @@ class Sampled(Body):
     sampling_seed: Annotated[int | None, SEED] = says("as seed")
     seed: Annotated[int | None, SEED] = says(PARAMETERS["seed"][1].about)
     bad_words: Annotated[list[str], BAD_WORDS] = says(
-        "texts that must not come, as the tokens that spell them behind a blank and without one", []
+        "texts that must not come, as the tokens that spell them after a blank and without one", []
     )
 
     def bad_word_ids(self, prompts: PromptReader, where: str = "") -> list[list[int]]:
