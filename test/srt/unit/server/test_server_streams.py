@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from server_harness import TOKENIZER, listening, run, says, serving, silent
-from tiny_tokenizer import spell
+from tiny_tokenizer import EOS, spell
 
 from mamba_eagle.chat.parse import OutputParser
+from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import Abort, Generate, RequestOutput
-from mamba_eagle.server.apis.openai.choice import ChatChoice
+from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
+from mamba_eagle.server.apis.openai.choice import ChatChoice, CompletionChoice
 from mamba_eagle.server.apis.openai.parts import Written
 from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
@@ -228,3 +230,18 @@ def test_a_sample_that_ends_while_its_news_are_sent_has_its_text_in_one_part() -
             job.samples[0].finish = FinishReason(kind="stop")
     assert told == ["opened", "more", "more", "closed"]
     assert [part.text for part in written.parts] == ["some text"]
+
+
+def test_a_stream_of_token_ids_has_each_once() -> None:
+    """Those without text, too, and the prompt's at the beginning alone."""
+    prompt = Generate(rid="r", token_ids=[5, 6], sampling=SamplingParams())
+    body = CompletionBody(prompt=[5, 6], return_token_ids=True)
+    job = OpenAIJob(body, ServerConfig(model_path="tiny"), "r", [prompt])
+    sample = Sample(job, prompt, "r", "r#0", 0, TOKENIZER.detokenizer([5, 6], True))
+    choice, tokens = CompletionChoice(sample, TOKENIZER, job), [*spell("né"), EOS, *spell("x")]
+    told = []
+    for token in tokens:
+        sample.take(RequestOutput(rid="r#0", token_ids=[token]))
+        told += choice.pieces()
+    assert [piece["token_ids"] for piece in told] == [[token] for token in tokens]
+    assert [piece.get("prompt_token_ids") for piece in told] == [[5, 6], None, None, None, None]

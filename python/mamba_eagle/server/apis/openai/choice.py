@@ -138,7 +138,8 @@ class CompletionChoice(Choice):
 
     def pieces(self) -> Iterator[dict[str, Any]]:
         piece = self._piece()
-        if piece["text"] or piece["logprobs"] or piece["finish_reason"] or "spec_trace" in piece:
+        news = ("text", "logprobs", "finish_reason", "spec_trace", "token_ids")
+        if any(map(piece.get, news)):
             yield piece
 
     def _piece(self) -> dict[str, Any]:
@@ -147,7 +148,8 @@ class CompletionChoice(Choice):
         piece = self._choice(self.sample.finish, text=text, logprobs=logprobs)
         if self._body.return_token_ids:
             ids = self.sample.output_ids
-            piece["prompt_token_ids"] = self.sample.prompt.token_ids
+            if not self._told_ids:
+                piece["prompt_token_ids"] = self.sample.prompt.token_ids
             piece["token_ids"] = ids[self._told_ids :]
             self._told_ids = len(ids)
         return piece
