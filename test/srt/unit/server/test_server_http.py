@@ -762,6 +762,9 @@ def test_completions_with_echo_and_logprobs() -> None:
             assert choice["logprobs"]["top_logprobs"] == [None, {"y": -0.5}, {"a": -0.5}]
             assert choice["logprobs"]["text_offset"] == [0, 1, 2]
             assert choice["finish_reason"] == "length"
+            many = {**body, "prompt": ["xy", "z"], "n": 2, "best_of": 3}
+            choices = (await server.post("/v1/completions", **many)).json()["choices"]
+            assert [choice["text"] for choice in choices] == ["xya", "xya", "za", "za"]
 
     run(test())
 

@@ -126,8 +126,7 @@ class CompletionChoice(Choice):
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
         super().__init__(sample, tokenizer, job)
-        place = next(i for i, prompt in enumerate(job.prompts) if prompt is sample.prompt)
-        self._echo = job.echoes[place] if job.echoes else ""
+        self._echo = job.echoes[sample.index // job.body.samples] if job.echoes else ""
         assert isinstance(job.body, CompletionBody)
         self._body = job.body
         self._offset = 0
