@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_engine import length_of
 from server_harness import PATIENCE, listening, run, says, serving, silent
-from tiny_tokenizer import EOS, spell
+from tiny_tokenizer import BOS, EOS, spell
 
 from mamba_eagle.core import Failure, FinishReason
 from mamba_eagle.message import Abort, FlushCache, Generate, StopAt
@@ -765,6 +765,28 @@ def test_completions_with_echo_and_logprobs() -> None:
             many = {**body, "prompt": ["xy", "z"], "n": 2, "best_of": 3}
             choices = (await server.post("/v1/completions", **many)).json()["choices"]
             assert [choice["text"] for choice in choices] == ["xya", "xya", "za", "za"]
+
+    run(test())
+
+
+def test_offsets_of_logprobs_are_places_in_the_text() -> None:
+    """Parts of characters, special tokens and other names of tokens move none."""
+    tokens = [*spell("né"), EOS, *spell("x日y")]
+
+    async def test() -> None:
+        async with serving(lambda request: (tokens, length_of(tokens))) as server:
+            body = {"prompt": [BOS, *spell("aéb")], "logprobs": 0, "ignore_eos": True}
+            alone, prompt = [0, 1, 1, 2, 2, 3, 3, 3, 4], [0, 0, 1, 1, 2]
+            whole = [0, 1, 1, 2, 6, 7, 7, 7, 8]
+            for fields, text, places in [
+                ({}, "néx日y", alone),
+                ({"return_tokens_as_token_ids": True}, "néx日y", alone),
+                ({"skip_special_tokens": False}, "né</s>x日y", whole),
+                ({"echo": True}, "aébnéx日y", prompt + [3 + place for place in alone]),
+            ]:
+                reply = await server.post("/v1/completions", **body, **fields)
+                choice = reply.json()["choices"][0]
+                assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, places)
 
     run(test())
 

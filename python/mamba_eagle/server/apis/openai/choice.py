@@ -129,7 +129,10 @@ class CompletionChoice(Choice):
         self._echo = job.echoes[sample.index // job.body.samples] if job.echoes else ""
         assert isinstance(job.body, CompletionBody)
         self._body = job.body
-        self._offset = 0
+        self._offset = 0  # of the next token in the text
+        self._unread = len(sample.prompt.token_ids) if job.echoes else 0  # tokens of the echo
+        self._reader = tokenizer.detokenizer((), True)
+        self._begins_at = len(self._echo)
         self._told_ids = 0
 
     def whole(self) -> dict[str, Any]:
@@ -158,10 +161,7 @@ class CompletionChoice(Choice):
         if self._body.return_tokens_as_token_ids:
             name = "token_id:{}".format
         tokens = [name(item.token_id) for item in items]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
+        offsets = [self._place(item.token_id) for item in items]
         best = [
             {name(token_id): logprob for logprob, token_id in item.top[: self.job.logprobs]}
             if self.job.logprobs and item.logprob is not None
@@ -169,6 +169,19 @@ class CompletionChoice(Choice):
             for item in items
         ]
         return tokens, [item.logprob for item in items], best, offsets
+
+    def _place(self, token_id: int) -> int:
+        """Where the next token begins in the text: not the sum of the tokens' own texts, since one
+        may be a part of a character, or special and left out."""
+        if self._unread == 0:  # the output begins
+            self._offset = self._begins_at
+            prompt = self.sample.prompt
+            skips = prompt.sampling.skip_special_tokens
+            self._reader = self.tokenizer.detokenizer(prompt.token_ids, skips)
+        self._unread -= 1
+        place = self._offset
+        self._offset += len(self._reader.push(token_id))
+        return place
 
 
 class ChatChoice(Choice):
