@@ -29,13 +29,20 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ArgumentsPiece:
-    """More of the arguments of the latest call."""
+    """More of the arguments of the latest call; of one that is cut off none is the last."""
 
     text: str
     is_last: bool
 
 
 CallPiece = ToolCall | ArgumentsPiece
+
+
+def ends_call(piece: object) -> bool:
+    """Whether a call is whole with this piece."""
+    if isinstance(piece, ArgumentsPiece):
+        return piece.is_last
+    return isinstance(piece, ToolCall) and piece.is_whole
 
 
 class LiveCalls(ABC):
@@ -61,7 +68,10 @@ class LiveCalls(ABC):
             return []
         told, number = "".join(self._arguments), len(self.calls)
         whole = calls[number].arguments if number < len(calls) else ""
-        return [self._more(whole[len(told) :] if whole.startswith(told) else "", True)]
+        is_whole = bool(whole) and whole.startswith(told)
+        rest = whole[len(told) :] if is_whole else ""
+        self._more(rest, True)
+        return [ArgumentsPiece(rest, is_whole)]
 
     def _begin(self, name: str) -> CallPiece:
         self._left -= 1

@@ -131,6 +131,36 @@ def test_a_reply_cut_short_says_so() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("before", ["", HERMES])
+def test_a_call_that_its_model_does_not_end_is_none_to_run(before: str) -> None:
+    """A stream has begun it, and says of its end what a whole reply says."""
+    begun = '<tool_call>{"name": "weather", "arguments": {"city": "Os'
+    asked = {"messages": [USER], "tools": [WEATHER]}
+    function = {"name": "weather", "parameters": WEATHER["function"]["parameters"]}
+    own_tool = {"name": "weather", "input_schema": function["parameters"]}
+
+    async def streamed(server: Harness, path: str, **body: Any) -> list[Any]:
+        reply = await server.post(path, stream=True, **body)
+        lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    async def test() -> None:
+        async with chatting(ends("</think>" + before + begun)) as server:
+            whole = (await server.post(PATH, **asked)).json()["choices"][0]
+            last = (await streamed(server, PATH, **asked))[-1]["choices"][0]
+            assert last["finish_reason"] == whole["finish_reason"]
+            assert last["finish_reason"] == ("tool_calls" if before else "stop")
+            items = {"input": "Hi", "tools": [{"type": "function", **function}]}
+            *_, last = await streamed(server, "/v1/responses", **items)
+            statuses = [item["status"] for item in last["response"]["output"]]
+            assert statuses == ["completed"] * bool(before) + ["incomplete"]
+            own = {"messages": [USER], "tools": [own_tool]}
+            *_, last, _ = await streamed(server, "/v1/messages", **own)
+            assert last["delta"]["stop_reason"] == ("tool_use" if before else "end_turn")
+
+    run(test())
+
+
 def test_calls_have_names_of_their_own() -> None:
     async def test() -> None:
         async with chatting(ends("</think>" + HERMES * 2)) as server:

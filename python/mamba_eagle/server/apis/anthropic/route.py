@@ -114,7 +114,8 @@ def _stop(written: parts.Written) -> dict[str, Any]:
     elif matched is not None:
         reason = "stop_sequence"
     else:
-        reason = "tool_use" if any(part.field == CALLS for part in written.parts) else "end_turn"
+        called = any(part.field == CALLS and not part.cut for part in written.parts)
+        reason = "tool_use" if called else "end_turn"
     return {"stop_reason": reason, "stop_sequence": matched}
 
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall
+from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall, ends_call
 from mamba_eagle.chat.parse import Piece, TextPiece
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import TokenLogprob
@@ -194,6 +194,7 @@ class ChatChoice(Choice):
         self._parser = job.make_parser()
         self._begun = False
         self._calls = 0  # given out so far
+        self._has_called = False  # a whole call
 
     def whole(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None}
@@ -224,8 +225,11 @@ class ChatChoice(Choice):
         if not self._begun:
             self._begun = True
             yield self._choice(None, delta={"role": "assistant", "content": ""}, logprobs=None)
-        silent = ArgumentsPiece("", True)  # of a call whose arguments were complete
-        deltas = [self._delta(piece) for piece in new if piece != silent]
+        deltas = [
+            self._delta(piece)
+            for piece in new
+            if not isinstance(piece, ArgumentsPiece) or piece.text  # else it ends a call
+        ]
         if not deltas and (logprobs or self._has_new_steps):
             deltas = [{"content": ""}]
         for delta in deltas:
@@ -235,7 +239,9 @@ class ChatChoice(Choice):
             yield self._choice(self.sample.finish, delta={}, logprobs=None)
 
     def _new_pieces(self) -> list[Piece]:
-        return self._parser.read(self.sample.new_text(), self.sample.finish is not None)
+        new = self._parser.read(self.sample.new_text(), self.sample.finish is not None)
+        self._has_called |= any(map(ends_call, new))
+        return new
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, TextPiece):
@@ -249,7 +255,7 @@ class ChatChoice(Choice):
 
     def _choice(self, finish: FinishReason | None, **content: Any) -> dict[str, Any]:
         choice = super()._choice(finish, **content)
-        if self._calls and choice["finish_reason"] == "stop":
+        if self._has_called and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         return choice
 

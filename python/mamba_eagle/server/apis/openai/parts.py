@@ -29,7 +29,7 @@ Event = dict[str, Any]
 @dataclass
 class Part:
     """``field``: content, reasoning_content or tool_calls. ``text``: of a call its arguments, an
-    object as JSON; ``name``: the called function. ``cut``: the limit of the output ended it."""
+    object as JSON; ``name``: the called function. ``cut``: the end of the output cut it off."""
 
     index: int
     field: str
@@ -72,11 +72,12 @@ class Written:
                 yield from self._add_arguments(piece.arguments, piece.is_whole)
         if finish is not None:
             if self._open is not None:
-                self._open.cut = finish.kind == "length"
+                self._open.cut |= finish.kind == "length"
             yield from self._close()
 
     def _begin(self, field: str, name: str = "") -> News:
-        self._open = Part(len(self.parts), field, uuid.uuid4().hex[:24], name=name)
+        is_call = field == CALLS  # which is cut until its end has come
+        self._open = Part(len(self.parts), field, uuid.uuid4().hex[:24], name=name, cut=is_call)
         self.parts.append(self._open)
         return News(OPENED, self._open)
 
@@ -84,6 +85,8 @@ class Written:
         if text:
             yield self._add(text)
         if is_last:
+            assert self._open is not None
+            self._open.cut = False
             yield from self._close()
 
     def _add(self, text: str) -> News:
