@@ -6,6 +6,7 @@ The labels' logprobs are those that the engine names beside the one token that f
 import math
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.limits import MAX_PROMPTS
 from mamba_eagle.message import Generate
-from mamba_eagle.server.apis.sse import wait_for_success
+from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
 from mamba_eagle.server.bodies.prompts import limit_prompts
@@ -54,23 +55,25 @@ async def score(request: Request, state: State) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
     job = await state.read(request, parse_score)
     if not job.prompts:
-        return json_response(_reply(job, []))
+        return json_response(await _reply(job, []))
     state.submit(job)
     await wait_for_success(request, state, job)
-    return json_response(_reply(job, [sample.logprobs[0].named for sample in job.samples]))
+    return json_response(await _reply(job, [one.logprobs[0].named for one in job.samples]))
 
 
-def _reply(job: Job[ScoreBody], logprobs: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """logprobs: of each item's labels."""
+async def _reply(job: Job[ScoreBody], logprobs: Sequence[list[float]]) -> dict[str, Any]:
+    """logprobs: of each item's labels; of all items together as many as of a long output."""
     tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     temperature = job.body.temperature if job.body.apply_softmax else 0.0
     made: dict[str, Any] = {
         "object": "scoring",
         "model": job.model,
-        "scores": [_scores(one, temperature) for one in logprobs],
+        "scores": await json_parts([partial(_scores, one, temperature) for one in logprobs]),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
     }
-    return made | ({"token_logprobs": logprobs} if job.body.return_token_logprobs else {})
+    if job.body.return_token_logprobs:
+        made["token_logprobs"] = await json_parts([one.copy for one in logprobs])
+    return made
 
 
 def _scores(logprobs: Sequence[float], temperature: float) -> list[float]:
@@ -79,7 +82,8 @@ def _scores(logprobs: Sequence[float], temperature: float) -> list[float]:
         return [math.exp(value) for value in logprobs]
     best = max(logprobs)
     weights = [math.exp((value - best) / temperature) for value in logprobs]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def parse_score(values: dict[str, Any], state: ServerState) -> Job[ScoreBody]:

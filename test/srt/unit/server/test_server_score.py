@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from tiny_tokenizer import BOS, byte_level, spell
 from tokenizers import AddedToken
 
 from mamba_eagle.message import Generate
+from mamba_eagle.server.apis.score import _reply
 from mamba_eagle.server.bodies.prompts import FORMS, Infill, InfillTokens
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -43,6 +47,29 @@ def test_every_item_is_a_prompt_whose_next_token_names_the_labels() -> None:
             assert (await server.post(PATH, **ids)).status_code == 200
             assert server.engine.of(Generate)[-1].token_ids == [4, 6]
             assert (await server.post(PATH, items=[], label_token_ids=[1])).json()["scores"] == []
+
+    run(test())
+
+
+def test_others_are_served_while_many_labels_are_weighed() -> None:
+    async def test() -> None:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.ensure_future(other())
+        asked = {"apply_softmax": True, "temperature": 1.0, "return_token_logprobs": True}
+        job: Any = SimpleNamespace(prompts=[], model="tiny", body=SimpleNamespace(**asked))
+        reply = await _reply(job, [[-1.0] * 1000] * 400)
+        others.cancel()
+        assert turns > 3
+        names = ("scores", "token_logprobs")
+        scores, logprobs = (json.loads(bytes(reply[name][399])) for name in names)
+        assert scores == pytest.approx([0.001] * 1000) and logprobs == [-1.0] * 1000
 
     run(test())
 
