@@ -791,6 +791,26 @@ def test_offsets_of_logprobs_are_places_in_the_text() -> None:
     run(test())
 
 
+def test_logprobs_of_tokens_become_json_as_they_come() -> None:
+    """Two million of them at the end would hold up all others for seconds."""
+
+    async def test() -> None:
+        async with serving(LONG, **ROOM) as server:
+            sampling = {"max_tokens": 9000, "logprobs": 1}
+            asked = server.post("/inference/v1/generate", token_ids=[5], sampling_params=sampling)
+            posted, kept, made = asyncio.ensure_future(asked), 0, 0
+            while not posted.done():
+                await asyncio.sleep(0.005)
+                for sample in server.manager._live.named(None):
+                    kept, made = len(sample.logprobs), len(sample.output_ids)
+            (choice,) = posted.result().json()["choices"]
+            assert kept < made / 2
+            best = [{"token": f"token_id:{spell('x')[0]}", "logprob": -0.5}]
+            assert choice["logprobs"]["content"] == [{**best[0], "top_logprobs": best}] * 9000
+
+    run(test())
+
+
 def test_chat() -> None:
     async def test() -> None:
         async with serving(says("hello"), chunk=2) as server:

@@ -2,14 +2,16 @@
 
 import base64
 import io
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
+from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.generate.body import TOP, GenerateBody, parse_generate
 from mamba_eagle.server.apis.openai.route import usage
-from mamba_eagle.server.apis.sse import sample_error, wait_for_success
+from mamba_eagle.server.apis.sse import JsonList, json_parts, sample_error, wait_for_success
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Flag, Object, needs, read, says, takes
 from mamba_eagle.server.bodies.served import Job, Name, Served
@@ -68,25 +70,25 @@ async def generate(request: Request, state: State) -> Response:
     """Token ids in, token ids out, with their logprobs if ``sampling_params.logprobs`` is given."""
     job = await state.read(request, parse_tokens)
     state.submit(job)
-    await wait_for_success(request, state, job, error_of=sample_error)
-    choices = [_choice(sample, state) for sample in job.samples]
+    logprobs = [JsonList() for _ in job.samples]
+
+    def take(sample: Sample) -> None:
+        logprobs[sample.index].extend([_with_best(item) for item in sample.logprobs])
+        sample.logprobs = []
+
+    await wait_for_success(request, state, job, take, sample_error)
+    choices = await json_parts(
+        [partial(_choice, sample, state, own) for sample, own in zip(job.samples, logprobs)]
+    )
     return json_response({"request_id": job.rid, "choices": choices, "usage": usage(job.samples)})
 
 
-def _choice(sample: Sample, state: ServerState) -> dict[str, Any]:
+def _choice(sample: Sample, state: ServerState, logprobs: JsonList) -> dict[str, Any]:
     assert sample.finish is not None
-    logprobs = None
-    if sample.prompt.return_logprob:
-        content = [
-            _entry(item.token_id, item.logprob)
-            | {"top_logprobs": [_entry(token, logprob) for logprob, token in item.top]}
-            for item in sample.logprobs
-        ]
-        logprobs = {"content": content}
     return {
         "index": sample.index,
         "token_ids": sample.output_ids,
-        "logprobs": logprobs,
+        "logprobs": {"content": logprobs.raw()} if sample.prompt.return_logprob else None,
         "finish_reason": sample.finish.kind,
         "weight_versions": [span._asdict() for span in sample.versions],
         "routed_experts": _npy_of_experts(sample, state) if sample.routed_experts else None,
@@ -100,6 +102,11 @@ def _npy_of_experts(sample: Sample, state: ServerState) -> str:
     file = io.BytesIO()
     np.save(file, experts.reshape(-1, layers, sample.experts_width // layers // 4))
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _with_best(item: TokenLogprob) -> dict[str, Any]:
+    best = [_entry(token, logprob) for logprob, token in item.top]
+    return _entry(item.token_id, item.logprob) | {"top_logprobs": best}
 
 
 def _entry(token_id: int, logprob: float | None) -> dict[str, Any]:
