@@ -101,7 +101,10 @@ def _drop_escaped(part: np.ndarray, is_quote: np.ndarray, escaped: bool) -> bool
 
 UNSCANNED = 2**14  # bytes: the worst of this length take 5 ms
 PIECE = 2**16  # bytes of token ids decoded at a time
-TOKEN_FIELDS = ("input_ids", "prompt", "tokens")  # may hold more numbers than others
+# Lists of token ids, of any route: they may hold more numbers than other fields.
+TOKEN_FIELDS = frozenset(
+    "input input_ids items label_token_ids prompt query token_ids token_ids_logprob tokens".split()
+)
 
 # Without the hook msgspec takes 20 times as long for numbers of many digits.
 _decode = msgspec.json.Decoder(float_hook=float).decode

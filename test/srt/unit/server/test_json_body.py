@@ -92,7 +92,8 @@ def test_numbers_belong_into_lists_of_token_ids() -> None:
     with pytest.raises(RequestError, match="logit_bias: has more numbers"):
         decode_object(b'{"logit_bias":' + numbers + b"}")
     ids = list(range(40_000))
-    for name in ("input_ids", "prompt", "tokens"):
+    own = ("input", "items", "label_token_ids", "query", "token_ids", "token_ids_logprob")
+    for name in ("input_ids", "prompt", "tokens", *own):
         body = {name: ids, "rid": "a", "sampling_params": {"temperature": 0.5}}
         assert decode_object(json.dumps(body).encode()) == body
     mixed = {"input_ids": [*ids, "x"]}
