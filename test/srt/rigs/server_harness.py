@@ -83,6 +83,23 @@ class Harness:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+class Others:
+    """Those who wait for the event loop, too: how often it was their turn."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._task = asyncio.ensure_future(self._take_turns())
+
+    async def _take_turns(self) -> None:
+        while True:
+            self._turns += 1
+            await asyncio.sleep(0)
+
+    def leave(self) -> int:
+        self._task.cancel()
+        return self._turns
+
+
 @contextlib.asynccontextmanager
 async def serving(
     script: Script,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import TOKENIZER, run, says, serving, silent
+from server_harness import TOKENIZER, Others, run, says, serving, silent
 from tiny_tokenizer import BOS, byte_level, spell
 from tokenizers import AddedToken
 
@@ -53,20 +52,11 @@ def test_every_item_is_a_prompt_whose_next_token_names_the_labels() -> None:
 
 def test_others_are_served_while_many_labels_are_weighed() -> None:
     async def test() -> None:
-        turns = 0
-
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        others = asyncio.ensure_future(other())
+        others = Others()
         asked = {"apply_softmax": True, "temperature": 1.0, "return_token_logprobs": True}
         job: Any = SimpleNamespace(prompts=[], model="tiny", body=SimpleNamespace(**asked))
         reply = await _reply(job, [[-1.0] * 1000] * 400)
-        others.cancel()
-        assert turns > 3
+        assert others.leave() > 3
         names = ("scores", "token_logprobs")
         scores, logprobs = (json.loads(bytes(reply[name][399])) for name in names)
         assert scores == pytest.approx([0.001] * 1000) and logprobs == [-1.0] * 1000

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import TOKENIZER, listening, run, says, serving, silent
+from server_harness import TOKENIZER, Others, listening, run, says, serving, silent
 from tiny_tokenizer import EOS, spell
 
 from mamba_eagle.chat.parse import OutputParser
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import Abort, Generate, RequestOutput
+from mamba_eagle.message import Abort, Generate, RequestOutput, TokenLogprob
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
 from mamba_eagle.server.apis.openai.choice import ChatChoice, CompletionChoice
 from mamba_eagle.server.apis.openai.parts import Written
@@ -181,21 +181,12 @@ def test_others_are_served_while_many_samples_have_news() -> None:
             live.samples.append(sample)
             sample.end(FinishReason(kind="length", length=0))
             live.tell(sample)
-        turns = 0
-
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        others = asyncio.ensure_future(other())
+        others = Others()
         taken = 0
         async for _ in updates(live, lambda sample: 1):
             time.sleep(0.001)  # what a sample's reply costs
             taken += 1
-        others.cancel()
-        assert taken == 100 and turns > 3
+        assert taken == 100 and others.leave() > 3
 
     run(test())
 
@@ -245,3 +236,23 @@ def test_a_stream_of_token_ids_has_each_once() -> None:
         told += choice.pieces()
     assert [piece["token_ids"] for piece in told] == [[token] for token in tokens]
     assert [piece.get("prompt_token_ids") for piece in told] == [[5, 6], None, None, None, None]
+
+
+def test_others_are_served_while_logprobs_of_a_long_prompt_become_json() -> None:
+    prompt = Generate(rid="r", token_ids=[5] * 1000, sampling=SamplingParams())
+    body = CompletionBody(prompt="x", prompt_logprobs=64)
+    job = OpenAIJob(body, ServerConfig(model_path="tiny"), "r", [prompt])
+    sample = Sample(job, prompt, "r", "r#0", 0, None)
+    best = [(-1.0 - i, i) for i in range(64)]
+    sample.input_logprobs = [TokenLogprob(5, -6.0, best) for _ in range(1000)]
+    choice = CompletionChoice(sample, TOKENIZER, job)
+    choice.take_logprobs()
+
+    async def test() -> None:
+        others = Others()
+        await choice.make_prompt_logprobs()
+        assert others.leave() > 3
+        entries = choice.prompt_logprobs()["prompt_logprobs"]
+        assert len(entries) == 1000 and json.loads(bytes(entries[999]))["5"]["rank"] == 6
+
+    run(test())

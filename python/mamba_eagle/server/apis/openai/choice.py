@@ -3,7 +3,10 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
+
+from msgspec import Raw
 
 from mamba_eagle.chat.live_calls import ArgumentsPiece, ToolCall, ends_call
 from mamba_eagle.chat.parse import Piece, TextPiece
@@ -11,7 +14,7 @@ from mamba_eagle.core import FinishReason
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.generate.route import Reply, step_dict
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
-from mamba_eagle.server.apis.sse import JsonList
+from mamba_eagle.server.apis.sse import JsonList, json_parts
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -32,17 +35,23 @@ class Choice(ABC):
         self._told_steps = 0
         self._meta = Reply(sample, tokenizer, False) if job.body.return_meta_info else None
         self._logprobs = {name: JsonList() for name in self.lists}
-        self._prompt_logprobs = JsonList()
+        self._prompt_items: list[TokenLogprob] = []
+        self._prompt_logprobs: list[Raw] = []
 
     @property
     def mean_logprob(self) -> float:
         """The mean over the output; 0 unless logprobs were asked for."""
         return self._total / max(1, len(self.sample.output_ids))
 
+    async def make_prompt_logprobs(self) -> None:
+        """In turns, since all of them come with the first token."""
+        entries = [partial(self._prompt_entry, item) for item in self._prompt_items]
+        self._prompt_logprobs = await json_parts([*entries])
+
     def prompt_logprobs(self) -> dict[str, Any]:
         """The field that has them, if they were asked for."""
         asked = self.job.body.prompt_logprobs is not None
-        return {"prompt_logprobs": self._prompt_logprobs.raw()} if asked else {}
+        return {"prompt_logprobs": self._prompt_logprobs} if asked else {}
 
     def of_reply(self) -> dict[str, Any]:
         """Fields of the reply that this API has there, not in the choice."""
@@ -68,22 +77,21 @@ class Choice(ABC):
             self._meta.add_logprobs("output", sample.logprobs)
         items = (sample.input_logprobs if self.job.echoes else []) + sample.logprobs
         self._total += sum(item.logprob or 0.0 for item in sample.logprobs)
-        if (best := self.job.body.prompt_logprobs) is not None:
-            self._prompt_logprobs.extend(
-                [self._prompt_entry(item, best) for item in sample.input_logprobs]
-            )
+        if self.job.body.prompt_logprobs is not None:
+            self._prompt_items += sample.input_logprobs
         sample.input_logprobs, sample.logprobs = [], []
         if self.job.logprobs is not None and items:
             for column, more in zip(self._logprobs.values(), self._columns(items)):
                 column.extend(more)
 
-    def _prompt_entry(self, item: TokenLogprob, best: int) -> dict[str, Any] | None:
+    def _prompt_entry(self, item: TokenLogprob) -> dict[str, Any] | None:
         """As vLLM has it: the token's own and the best ones, by id. Only these have a rank."""
         if item.logprob is None:  # the first token follows nothing
             return None
         name = self.tokenizer.token_text
         ranks = {token: rank for rank, (_, token) in enumerate(item.top, 1)}
-        found = {item.token_id: item.logprob, **{token: x for x, token in item.top[:best]}}
+        best = item.top[: self.job.body.prompt_logprobs]
+        found = {item.token_id: item.logprob, **{token: x for x, token in best}}
         return {
             str(token): {"logprob": x, "rank": ranks.get(token), "decoded_token": name(token)}
             for token, x in found.items()

@@ -47,6 +47,8 @@ async def _serve(
         request, state, job, lambda sample: choices[sample.index].take_logprobs()
     )
     given = best_of_each(choices, job.body.n)
+    for choice in given:
+        await choice.make_prompt_logprobs()
     return json_response(
         {
             **head,
