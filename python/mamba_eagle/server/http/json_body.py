@@ -75,10 +75,13 @@ def scan(text: bytes) -> Counts:
     return Counts(containers, (quotes + 1) // 2, commas + containers, deepest)
 
 
-def too_deep(text: bytes) -> bool:
-    """Whether a text of any length is to be refused; most have few brackets."""
+def problem_of(text: bytes) -> str:
+    """Which limit a text exceeds, as ``Counts.problem``; most are short, with few brackets."""
+    if len(text) > UNSCANNED:
+        return scan(text).problem
     brackets = text.count(b"[") + text.count(b"{")
-    return brackets > limits.MAX_JSON_DEPTH and scan(text).depth > limits.MAX_JSON_DEPTH
+    too_deep = brackets > limits.MAX_JSON_DEPTH and scan(text).depth > limits.MAX_JSON_DEPTH
+    return TOO_DEEP if too_deep else ""
 
 
 def _drop_escaped(part: np.ndarray, is_quote: np.ndarray, escaped: bool) -> bool:
@@ -128,15 +131,16 @@ def decode_object(body: bytes) -> dict[str, Any]:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise _not_json(error) from None
             return {name: _decode_field(name, bytes(raw)) for name, raw in fields.items()}
-    elif too_deep(body):
-        raise RequestError(f"the body {TOO_DEEP}")
-    value = _decode_whole(body)
+    elif problem := problem_of(body):
+        raise RequestError(f"the body {problem}")
+    value = decode_whole(body)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {shown(value)}")
     return value
 
 
-def _decode_whole(body: bytes) -> Any:
+def decode_whole(body: bytes) -> Any:
+    """Raises: RequestError 400"""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -162,7 +166,7 @@ def _decode_field(name: str, text: bytes) -> Any:
                 param=name,
             )
         return decode_token_ids(text)
-    return _decode_whole(text)
+    return decode_whole(text)
 
 
 def decode_token_ids(text: bytes) -> list[Any]:
@@ -176,7 +180,7 @@ def decode_token_ids(text: bytes) -> list[Any]:
         # An inner array that is longer than a piece is decoded by itself.
         long = 0 <= begin < stop - PIECE
         items = text[at : begin if long else stop].strip(b", \t\r\n")
-        found += _decode_whole(b"[" + items + b"]")
+        found += decode_whole(b"[" + items + b"]")
         if long:
             found.append(decode_token_ids(text[begin:stop]))
         at = stop

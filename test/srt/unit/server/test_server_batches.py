@@ -6,9 +6,11 @@ import asyncio
 import errno
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_engine import length_of
 from server_harness import Harness, run, says, serving, silent
@@ -17,6 +19,8 @@ from tiny_tokenizer import spell
 from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.batches import batch as batches
 from mamba_eagle.server.apis.batches import lines
+from mamba_eagle.server.apis.batches.batch import _reply
+from mamba_eagle.server.apis.batches.lines import Line, read_lines
 
 URL = "/v1/completions"
 RIGHT = {"prompt": "a", "max_tokens": 2}
@@ -118,6 +122,26 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
             assert all(found[name] for name in names) and found["cancelled_at"] is None
 
     run(test())
+
+
+def test_a_long_reply_stands_in_its_line_as_it_came() -> None:
+    """To read and write it again would hold up all others: it may have a million logprobs."""
+    line, ends = Line('a "body": null', URL, {}), "\x85\u2028\u2029 é"
+    body = msgspec.json.encode({"text": ends})
+    reply = _reply(line, 200, body)
+    (text,) = reply.text.decode().splitlines()
+    made = json.loads(text)
+    assert made["custom_id"] == line.custom_id and made["response"]["body"] == {"text": ends}
+    assert not reply.is_error and made == line.answered(200, {"text": ends})
+
+
+@pytest.mark.parametrize("inner, what", [("[]", "arrays and objects"), ('"a"', "strings")])
+def test_a_line_may_have_as_much_in_it_as_a_body(inner: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    many = ",".join([inner] * 100_000)
+    path.write_text(f'{{"url": "{URL}", "body": {{"prompt": [{many}]}}}}\n')
+    (line,) = read_lines(path, (URL,))
+    assert line.problem.startswith("line 1 has 100") and what in line.problem
 
 
 def test_half_of_what_the_engine_runs_at_most_is_with_it() -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from starlette.types import ASGIApp
 
@@ -116,7 +116,9 @@ class FileStore:
 log = logging.getLogger("mamba_eagle.server")
 WINDOW = 24 * 3600  # seconds that a batch may take
 FULL_PAUSE = 1.0  # seconds until a line that found no room is tried again
-UNAVAILABLE = 503
+SUCCESS, UNAVAILABLE = 200, 503
+# Unicode's own, which readers may take for that of a line, and how JSON spells them.
+LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
@@ -205,21 +207,42 @@ class Batch:
 
     async def _work(self, store: BatchStore, lines: Iterator[Line]) -> None:
         while (line := await self._next(lines)) is not None:
-            reply = line.refused() if line.problem else await store.reply(line, self.key)
-            is_error = reply["error"] is not None
-            self._write(store.files, "error" if is_error else "output", reply)
-            self.counts["failed" if is_error else "completed"] += 1
+            if line.problem:
+                reply = LineReply(json.dumps(line.refused()).encode(), True)
+            else:
+                reply = await store.reply(line, self.key)
+            self._write(store.files, "error" if reply.is_error else "output", reply.text)
+            self.counts["failed" if reply.is_error else "completed"] += 1
 
     async def _next(self, lines: Iterator[Line]) -> Line | None:
         async with self._reading:
             return await asyncio.to_thread(next, lines, None)
 
-    def _write(self, files: FileStore, kind: str, reply: dict[str, Any]) -> None:
-        text = json.dumps(reply).encode() + b"\n"
+    def _write(self, files: FileStore, kind: str, text: bytes) -> None:
+        text += b"\n"
         path = self._paths.get(kind) or files.new_path()
         with files.more(self.key, path, len(text)) as file:
             file.write(text)
         self._paths[kind] = path
+
+
+class LineReply(NamedTuple):
+    """A line of the output or the error file, without its end."""
+
+    text: bytes
+    is_error: bool
+
+
+def _reply(line: Line, status: int, body: bytes) -> LineReply:
+    """body: as the route has sent it, which may be as long as a million logprobs: it is not read
+    again."""
+    if status != SUCCESS:
+        return LineReply(json.dumps(line.answered(status, json.loads(body))).encode(), True)
+    for end, spelled in LINE_ENDS.items():
+        body = body.replace(end, spelled)
+    # No text has this: quotes within are escaped.
+    text = json.dumps(line.answered(status, None)).encode()
+    return LineReply(text.replace(b'"body": null', b'"body": ' + body, 1), False)
 
 
 class BatchStore:
@@ -246,7 +269,7 @@ class BatchStore:
         self._batches[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(batch.run(self, at_once))
 
-    async def reply(self, line: Line, key: str) -> dict[str, Any]:
+    async def reply(self, line: Line, key: str) -> LineReply:
         """Once the server has room for it. Raises: RequestError 503 if that ends"""
         while True:
             if self._lifetime.refusal is not None:
@@ -254,7 +277,7 @@ class BatchStore:
             call = Call(self._app, line.url, line.body, key)
             text = await call.whole()
             if call.status != UNAVAILABLE:
-                return line.answered(call.status, json.loads(text))
+                return _reply(line, call.status, text)
             await asyncio.sleep(FULL_PAUSE)
 
     def of(self, key: str) -> list[Batch]:

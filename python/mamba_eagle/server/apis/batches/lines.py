@@ -3,14 +3,14 @@
 {"custom_id": "7", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1 + 1 ="}}
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BATCH_LINE
-from mamba_eagle.server.http.json_body import TOO_DEEP, too_deep
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.json_body import decode_whole, problem_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate")
 
@@ -72,12 +72,13 @@ def _parse(text: bytes, number: int, urls: tuple[str, ...]) -> Line:
     if len(text) > MAX_BATCH_LINE:
         problem = f"line {number} has more than {MAX_BATCH_LINE} bytes: shorten it"
         return Line(name, "", {}, problem)
-    if too_deep(text):
-        return Line(name, "", {}, f"line {number} {TOO_DEEP}")
+    if problem := problem_of(text):
+        return Line(name, "", {}, f"line {number} {problem}")
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        return Line(name, "", {}, f"line {number} is not JSON: {error}")
+        value = decode_whole(text)
+    except RequestError as error:
+        why = error.message.partition(": ")[2]
+        return Line(name, "", {}, f"line {number} is not JSON: {why}")
     if not isinstance(value, dict):
         return Line(name, "", {}, f"line {number}: must be an object")
     given = value.get("custom_id", name)
