@@ -15,6 +15,7 @@ from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.apis.generate.route import Reply, step_dict
 from mamba_eagle.server.apis.openai.body import CompletionBody, OpenAIJob
 from mamba_eagle.server.apis.sse import JsonList, json_parts
+from mamba_eagle.tokenizer.detokenize import Detokenizer
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -138,9 +139,10 @@ class CompletionChoice(Choice):
         assert isinstance(job.body, CompletionBody)
         self._body = job.body
         self._offset = 0  # of the next token in the text
-        self._unread = len(sample.prompt.token_ids) if job.echoes else 0  # tokens of the echo
-        self._reader = tokenizer.detokenizer((), True)
+        self._echoed = len(sample.prompt.token_ids) if job.echoes else 0  # tokens
         self._begins_at = len(self._echo)
+        self._placed = 0  # tokens
+        self._reader: Detokenizer
         self._told_ids = 0
 
     def whole(self) -> dict[str, Any]:
@@ -181,12 +183,14 @@ class CompletionChoice(Choice):
     def _place(self, token_id: int) -> int:
         """Where the next token begins in the text: not the sum of the tokens' own texts, since one
         may be a part of a character, or special and left out."""
-        if self._unread == 0:  # the output begins
+        if self._placed == self._echoed:  # the output begins
             self._offset = self._begins_at
             prompt = self.sample.prompt
             skips = prompt.sampling.skip_special_tokens
             self._reader = self.tokenizer.detokenizer(prompt.token_ids, skips)
-        self._unread -= 1
+        elif self._placed == 0:
+            self._reader = self.tokenizer.detokenizer((), True)
+        self._placed += 1
         place = self._offset
         self._offset += len(self._reader.push(token_id))
         return place
