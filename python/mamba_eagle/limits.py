@@ -81,6 +81,7 @@ MAX_DETOKENIZED_IDS = 2**20  # of all lists of /detokenize together
 MAX_PROMPT_TOKENS = 2**22  # of all samples: each carries its prompt
 MAX_TOKEN_ENTRIES = 2**18  # logit_bias and stop_token_ids, of all samples
 MAX_HIDDEN_STATES = 4096  # of all samples, one per token of output
+MAX_TRACED_TOKENS = 2**17  # of all samples: tokens of output with return_spec_trace
 MAX_INPUT_LOGPROBS = 2**17  # of one prompt: positions times (1 + top)
 MAX_LOGPROBS = 2**21  # of all samples, input and output: tokens times (1 + top)
 

@@ -98,6 +98,11 @@ class Job(LiveRequest, Generic[B]):
         self.timeout = min(given, default=0.0)
 
 
+# What is kept of each token of output until the reply, and of how many tokens at most.
+KEPT_OF_OUTPUT = {
+    "return_hidden_states": limits.MAX_HIDDEN_STATES,
+    "return_spec_trace": limits.MAX_TRACED_TOKENS,
+}
 NAMES: Mapping[str, str] = {"top": "top_logprobs_num", "output": "max_new_tokens"}
 
 
@@ -123,13 +128,14 @@ def check_demand(
             "a lower n",
             param="logit_bias",
         )
-    states = sum(p.n * _output(p, context_length) for p in prompts if p.return_hidden_states)
-    if states > limits.MAX_HIDDEN_STATES:
-        raise RequestError(
-            f"return_hidden_states: all samples have up to {states} tokens together, more than the "
-            f"limit of {limits.MAX_HIDDEN_STATES}: lower max_new_tokens or n",
-            param="return_hidden_states",
-        )
+    for name, most in KEPT_OF_OUTPUT.items():
+        tokens = sum(p.n * _output(p, context_length) for p in prompts if getattr(p, name))
+        if tokens > most:
+            raise RequestError(
+                f"{name}: all samples have up to {tokens} tokens together, more than the limit of "
+                f"{most}: lower {names['output']} or n",
+                param=name,
+            )
     _check_logprobs([p for p in prompts if p.return_logprob], context_length, names)
 
 
@@ -168,7 +174,9 @@ def _check_logprobs(
         )
 
 
-def fitting_output(n: int, top: int | None, room: int) -> int:
-    """The longest output, up to ``room``, whose logprobs stay within the limit; for requests that
-    name no length. top None: no logprobs."""
-    return room if top is None else min(room, max(1, limits.MAX_LOGPROBS // (n * (1 + top))))
+def fitting_output(n: int, top: int | None, traced: bool, room: int) -> int:
+    """The longest output, up to ``room``, whose logprobs and traces stay within the limits; for
+    requests that name no length. top None: no logprobs."""
+    if top is not None:
+        room = min(room, max(1, limits.MAX_LOGPROBS // (n * (1 + top))))
+    return min(room, max(1, limits.MAX_TRACED_TOKENS // n)) if traced else room

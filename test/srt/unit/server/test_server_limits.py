@@ -125,9 +125,15 @@ def test_products_with_the_context_are_bounded() -> None:
             body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, **logprobs}
             parts = ["50000 positions", "300000", "131072", "logprob_start_len"]
             check(await server.post("/generate", **body), parts)
+            traced = sampling(n=2, max_new_tokens=99_000) | {"return_spec_trace": True}
+            parts = ["return_spec_trace", "198000 tokens", "131072", "max_new_tokens or n"]
+            check(await server.post("/generate", **traced), parts)
             assert server.engine.received == []
             body |= {"logprob_start_len": 49_000}
             assert (await server.post("/generate", **body)).status_code == 200
+            chat = {**CHAT, "n": 2, "return_spec_trace": True}
+            assert (await server.post("/v1/chat/completions", **chat)).status_code == 200
+            assert server.engine.of(Generate)[-1].sampling.max_new_tokens == 131_072 // 2
 
     run(test())
 

@@ -75,7 +75,9 @@ class CompletionBody(OpenAIBody):
     best_of: Annotated[int | None, BEST_OF] = says(
         "samples of each prompt, of which the n with the best mean logprob come; not of streams"
     )
-    return_token_ids: Flag = says("choices have `prompt_token_ids` and `token_ids`", False)
+    return_token_ids: Flag = says(
+        "choices have `prompt_token_ids` (of a stream the first one) and `token_ids`", False
+    )
     return_tokens_as_token_ids: Flag = says("logprobs name tokens as `token_id:5`", False)
 
     REFUSED = known.COMPLETIONS

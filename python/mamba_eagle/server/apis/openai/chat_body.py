@@ -101,7 +101,7 @@ def parse_chat(values: dict[str, Any], state: ServerState) -> OpenAIJob:
     if max_tokens is None:  # as with OpenAI, a chat without a limit goes on until the model stops
         tops = [top for top in (wanted, body.prompt_logprobs) if top is not None]
         room = state.context_length - len(ids)
-        max_tokens = fitting_output(n, max(tops, default=None), room)
+        max_tokens = fitting_output(n, max(tops, default=None), body.return_spec_trace, room)
     grammar = chat_grammar(body, state, tools, prefix)
     job = make_job(body, state, "chatcmpl", [ids], max_tokens, wanted, grammar)
     job.kept_tokens = state.chat.kept_tokens(family)
