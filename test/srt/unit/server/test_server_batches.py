@@ -124,12 +124,13 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
     run(test())
 
 
-def test_a_long_reply_stands_in_its_line_as_it_came() -> None:
+def test_a_long_reply_stands_in_its_line_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read and write it again would hold up all others: it may have a million logprobs."""
     line, ends = Line('a "body": null', URL, {}), "\x85\u2028\u2029 é"
     body = msgspec.json.encode({"text": ends})
-    reply = _reply(line, 200, body)
-    (text,) = reply.text.decode().splitlines()
+    monkeypatch.setattr(batches, "PIECE", 5)
+    reply = asyncio.run(_reply(line, 200, body))
+    (text,) = b"".join(reply.parts).decode().splitlines()
     made = json.loads(text)
     assert made["custom_id"] == line.custom_id and made["response"]["body"] == {"text": ends}
     assert not reply.is_error and made == line.answered(200, {"text": ends})

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -116,6 +116,7 @@ class FileStore:
 log = logging.getLogger("mamba_eagle.server")
 WINDOW = 24 * 3600  # seconds that a batch may take
 FULL_PAUSE = 1.0  # seconds until a line that found no room is tried again
+PIECE = 2**20  # bytes of a reply that are looked at, or written, in a turn of the event loop
 SUCCESS, UNAVAILABLE = 200, 503
 # Unicode's own, which readers may take for that of a line, and how JSON spells them.
 LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
@@ -135,7 +136,7 @@ class Batch:
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
         self._paths: dict[str, Path] = {}  # of those files
-        self._reading = asyncio.Lock()
+        self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
 
     def set_status(self, status: str, time_name: str = "") -> None:
         self.status = status
@@ -208,41 +209,57 @@ class Batch:
     async def _work(self, store: BatchStore, lines: Iterator[Line]) -> None:
         while (line := await self._next(lines)) is not None:
             if line.problem:
-                reply = LineReply(json.dumps(line.refused()).encode(), True)
+                reply = LineReply([json.dumps(line.refused()).encode()], True)
             else:
                 reply = await store.reply(line, self.key)
-            self._write(store.files, "error" if reply.is_error else "output", reply.text)
+            await self._write(store.files, "error" if reply.is_error else "output", reply.parts)
             self.counts["failed" if reply.is_error else "completed"] += 1
 
     async def _next(self, lines: Iterator[Line]) -> Line | None:
         async with self._reading:
             return await asyncio.to_thread(next, lines, None)
 
-    def _write(self, files: FileStore, kind: str, text: bytes) -> None:
-        text += b"\n"
-        path = self._paths.get(kind) or files.new_path()
-        with files.more(self.key, path, len(text)) as file:
-            file.write(text)
-        self._paths[kind] = path
+    async def _write(self, files: FileStore, kind: str, parts: Sequence[bytes]) -> None:
+        async with self._writing:
+            path = self._paths.get(kind) or files.new_path()
+            with files.more(self.key, path, sum(map(len, parts)) + 1) as file:
+                for part in (*parts, b"\n"):
+                    file.write(part)
+                    await _give_way(part)
+            self._paths[kind] = path
 
 
 class LineReply(NamedTuple):
     """A line of the output or the error file, without its end."""
 
-    text: bytes
+    parts: Sequence[bytes]
     is_error: bool
 
 
-def _reply(line: Line, status: int, body: bytes) -> LineReply:
+async def _reply(line: Line, status: int, body: bytes) -> LineReply:
     """body: as the route has sent it, which may be as long as a million logprobs: it is not read
-    again."""
+    again, and goes through in pieces."""
     if status != SUCCESS:
-        return LineReply(json.dumps(line.answered(status, json.loads(body))).encode(), True)
-    for end, spelled in LINE_ENDS.items():
-        body = body.replace(end, spelled)
+        return LineReply([json.dumps(line.answered(status, json.loads(body))).encode()], True)
     # No text has this: quotes within are escaped.
-    text = json.dumps(line.answered(status, None)).encode()
-    return LineReply(text.replace(b'"body": null', b'"body": ' + body, 1), False)
+    before, after = json.dumps(line.answered(status, None)).encode().split(b'"body": null', 1)
+    parts, begin = [before + b'"body": '], 0
+    while begin < len(body):
+        end = begin + PIECE
+        while end < len(body) and body[end] & 0xC0 == 0x80:  # within a character
+            end += 1
+        piece, begin = body[begin:end], end
+        for char, spelled in LINE_ENDS.items():
+            piece = piece.replace(char, spelled)
+        parts.append(piece)
+        await _give_way(piece)
+    return LineReply([*parts, after], False)
+
+
+async def _give_way(piece: bytes) -> None:
+    """Others have their turn behind a long one."""
+    if len(piece) >= PIECE:
+        await asyncio.sleep(0)
 
 
 class BatchStore:
@@ -277,7 +294,7 @@ class BatchStore:
             call = Call(self._app, line.url, line.body, key)
             text = await call.whole()
             if call.status != UNAVAILABLE:
-                return _reply(line, call.status, text)
+                return await _reply(line, call.status, text)
             await asyncio.sleep(FULL_PAUSE)
 
     def of(self, key: str) -> list[Batch]:
