@@ -9,15 +9,12 @@ from torch import Tensor, nn
 from mamba_eagle.backend.attention import BlockRowAttention, LaneAttention, NewTokenAttention
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.block_attention import BlockAttention
-from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Recurrent
 
 
-class VerifyContext:
+class VerifyContext(ForwardContext):
     """The nodes of b trees: attention under the tree mask, recurrence by the state scheme."""
-
-    rotation: Rotation | None = None
 
     def __init__(
         self,
@@ -45,19 +42,14 @@ class VerifyContext:
         return self.scheme.verify(layer, self.layout, channels, raw)
 
 
-class BlockContext:
+class BlockContext(ForwardContext):
     """The rows of b drafted blocks, which no recurrent layer processes."""
-
-    rotation: Rotation | None = None
 
     def __init__(self, attention: BlockRowAttention, positions: Tensor) -> None:
         """positions: [b*N] int64, of the rows."""
         self.paged, self.positions = attention, positions
 
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return None
-
-    def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.paged.attend(layer, q, k, v)
 
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:

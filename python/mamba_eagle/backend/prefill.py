@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -126,9 +127,8 @@ class PrefillContext(ForwardContext):
             if part.item.is_first:
                 begin(part.item)
 
-    @property
-    def positions(self) -> Tensor:
-        """[n] int64: each token's position in its sequence."""
+    @cached_property
+    def positions(self) -> Tensor:  # type: ignore[override]
         return self.place.to_device(positions_of(self.parts))
 
     def round_keys(self, ends: list[tuple[int, int]]) -> Tensor | None:

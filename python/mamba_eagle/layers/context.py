@@ -7,6 +7,7 @@ read.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,16 +40,13 @@ class AttentionView(Protocol):
 class ForwardContext(Protocol):
     """How a forward pass over n tokens, flattened over sequences, accesses their sequences."""
 
+    positions: Tensor  # [n] int64: each token's position in its sequence
     rotation: Rotation | None = None  # of ``positions``; a model with RoPE sets it first
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
         """Some layers in a row, each with this context, if there is something better than calling
         one after the other; else None. The result may overwrite ``hidden``."""
         return None
-
-    @property
-    def positions(self) -> Tensor:
-        """[n] int64: each token's position in its sequence."""
 
     def gates(self, layer: Recurrent, raw: Tensor) -> Tensor:
         """What ``recur`` takes of a delta rule's raw gates, [n, ·], which a layer may ask for
@@ -74,8 +72,8 @@ class FullSequenceContext(ForwardContext):
         """device: where positions are created; use that of the model."""
         self.batch, self.length, self.device = batch, length, device
 
-    @property
-    def positions(self) -> Tensor:
+    @cached_property
+    def positions(self) -> Tensor:  # type: ignore[override]
         return torch.arange(self.length, device=self.device).repeat(self.batch)
 
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:

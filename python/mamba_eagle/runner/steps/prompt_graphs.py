@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prefill_parts
 from mamba_eagle.layers.adapters import reading, slots_of_rows
-from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.message.indices import indices
@@ -86,10 +86,8 @@ def borrowed(x: Tensor) -> Tensor:
     )
 
 
-class PromptPass:
+class PromptPass(ForwardContext):
     """The graphs of a pass over up to ``size`` tokens; the context of what is captured."""
-
-    rotation: Rotation | None = None
 
     def __init__(self, size: int, adapted: bool, graphs: PromptGraphs, ctx: PrefillContext) -> None:
         """adapted: whether rows may have adapters. ctx: of one request of ``size`` tokens, in slots
@@ -116,12 +114,6 @@ class PromptPass:
     def _pass(self) -> None:
         with self.stages.through(self.window), reading(self.adapters):
             self.features = self.model(self.tokens, self)
-
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return None
-
-    def gates(self, layer: Recurrent, raw: Tensor) -> Tensor:
-        return raw
 
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         if self.recurrence is not None:
@@ -239,5 +231,4 @@ class PromptGraphs:
         for each in self.passes:
             for piece in each.pieces:
                 piece.reset()
-        self.passes.clear()
         self.passes.clear()
