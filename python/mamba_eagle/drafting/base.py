@@ -78,13 +78,6 @@ class StepPart(NamedTuple):
     longest: int = 0  # most entries that a request's drafter processes before drafting
 
 
-class CachedPools(NamedTuple):
-    """A drafter's own."""
-
-    kv: KVPool | None = None
-    states: StatePool | None = None
-
-
 class Drafter:
     """Proposes a tree for each request and follows the accepted tokens. What a drafter has no use
     for it leaves as it is here.
@@ -115,6 +108,9 @@ class Drafter:
     # whether the trees of a request depend on what other requests have done: then they are drafted
     # in the order of the plans
     learns_from_all = False
+    # where it has what the prefix cache keeps for it, by the same slots as the target
+    kv: KVPool | None = None
+    pool: StatePool | None = None
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -124,13 +120,6 @@ class Drafter:
         tokens [n], features [n, F]; before [items, F]: the feature of the token before each chunk
         (zeros if the chunk starts at position 0).
         """
-
-    def cached_pools(self) -> CachedPools:
-        """Where it has what the prefix cache keeps for it, by the same slots as the target."""
-        return CachedPools()
-
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy its keys and values, if it has any, from some KV slots to others: [n] int64 each."""
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         """The prompts of ``slots`` are finished: tokens [n] were sampled from features [n, F]."""

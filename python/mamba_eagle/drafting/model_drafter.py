@@ -13,7 +13,7 @@ from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import CachedPools, DraftParts, KeyedNoise, StepPart, draft_kv
+from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart, draft_kv
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
@@ -55,6 +55,7 @@ class ModelDrafter(QueueingDrafter):
     """
 
     left_waiting = 1  # the root
+    pool: StatePool
 
     def __init__(self, network: DraftNetwork, columns: Columns, parts: DraftParts) -> None:
         """columns: of the network's logits, which this rank has."""
@@ -119,9 +120,6 @@ class ModelDrafter(QueueingDrafter):
             for save in item.saves:
                 self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
             self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
-
-    def cached_pools(self) -> CachedPools:
-        return CachedPools(self.kv, self.pool)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         device_slots, queue = self.place.to_device(slots), self.entries

@@ -11,7 +11,7 @@ from mamba_eagle.backend.pending import UNTRACKED, PendingSize
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import PLAIN, TreeShape
-from mamba_eagle.drafting.base import CachedPools, Drafter, DraftParts, StepPart
+from mamba_eagle.drafting.base import Drafter, DraftParts, StepPart
 from mamba_eagle.tree.accept import Truncated
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
@@ -50,6 +50,7 @@ class QueueingDrafter(Drafter):
     """
 
     catches_up = True
+    kv: KVPool
     left_waiting = 0  # entries that ``catch_up`` leaves pending
 
     def __init__(self, parts: DraftParts, kv: KVPool, most: int, features: int) -> None:
@@ -62,12 +63,6 @@ class QueueingDrafter(Drafter):
         entry = PendingSize(width, features, parts.backend.dtype, kv.padding_slot)
         self.entries = parts.backend.pending_entries(parts.table, entry)
         self.bounds = [0] * parts.table.processed.shape[0]  # or UNTRACKED
-
-    def cached_pools(self) -> CachedPools:
-        return CachedPools(self.kv)
-
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        self.kv.copy(sources, targets)
 
     def tracks(self, slot: int) -> bool:
         return self.bounds[slot] != UNTRACKED

@@ -185,7 +185,7 @@ def _tier_copies(
     held = [Held("target", pools.kv, pools.states, whole, shard, layers)]
     if isinstance(source, FolderSource):
         layers, drafter = Span(0, len(source.own.blocks)), step.drafter
-        held.append(Held("drafter", *drafter.cached_pools(), source.own, source.layers, layers))
+        held.append(Held("drafter", drafter.kv, drafter.pool, source.own, source.layers, layers))
     slots = DeviceSlots.of(held, pools.journals)
     return tier_copies(config, slots, step.backend.place, ranks)
 

@@ -276,9 +276,9 @@ class PromptRunner:
         if tracked:
             drafter.observe_prefill(*shown)
         for item in items:
-            if (copy := item.draft_copy) is not None:
+            if (copy := item.draft_copy) is not None and drafter.kv is not None:
                 own, cached = np.asarray(copy.sources), np.asarray(copy.targets)
-                drafter.copy_kv(self._indices(own), self._indices(cached))
+                drafter.kv.copy(self._indices(own), self._indices(cached))
 
     def _caught_up(self, item: PrefillItem) -> PrefillItem:
         """The drafter, which reads tokens alone, processes what it lacks before the chunk. Returns
