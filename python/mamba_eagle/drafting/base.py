@@ -231,6 +231,7 @@ class FolderSource(DraftSource):
     """
 
     must_equal: tuple[str, ...]  # fields of ModelConfig that must equal the target's
+    reader = ""  # as ``read_model_config`` has it
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.path, self.target = config.speculative_draft_model_path, target
@@ -255,7 +256,7 @@ class FolderSource(DraftSource):
         return self.target.hidden_size
 
     def read(self) -> ModelConfig:
-        return read_model_config(self.path)
+        return read_model_config(self.path, self.reader)
 
     @abstractmethod
     def module(self, config: ModelConfig | None = None) -> nn.Module:

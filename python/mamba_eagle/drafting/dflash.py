@@ -20,7 +20,6 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.dflash import BlockDraftModel, published_name
 from mamba_eagle.models.dflash_config import block_config
 from mamba_eagle.models.loader import stored_tensors
-from mamba_eagle.models.registry import read_as
 from mamba_eagle.tree.tree import Tree
 
 
@@ -111,6 +110,7 @@ class BlockDrafter(QueueingDrafter):
 
 class DFlashSource(base.FolderSource):
     must_equal = ("vocab_size",)
+    reader = "dflash_config"
     trees: type[BlockTrees] = MarginalTrees
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
@@ -118,9 +118,6 @@ class DFlashSource(base.FolderSource):
         self.shape = config.tree_shape
         self.block = block_config(self.own)
         self.tap_layers = self.block.taps
-
-    def read(self) -> ModelConfig:
-        return read_as("dflash_config", self.path)
 
     @property
     def made_for(self) -> int:

@@ -14,7 +14,6 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models import eagle3
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import stored_tensors
-from mamba_eagle.models.registry import read_as
 
 
 class EagleThreeNetwork(HeadNetwork):
@@ -48,13 +47,11 @@ class EagleThreeNetwork(HeadNetwork):
 
 class EagleThreeSource(FolderSource):
     must_equal = ("vocab_size",)
+    reader = "eagle3"
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         super().__init__(config, target)
         self.tap_layers = eagle3.tap_layers(self.own, len(target.blocks))
-
-    def read(self) -> ModelConfig:
-        return read_as("eagle3", self.path)
 
     @property
     def made_for(self) -> int:

@@ -19,7 +19,7 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
 from mamba_eagle.models.qwen_mtp import QwenMtpHead
-from mamba_eagle.models.registry import mtp_module, read_as
+from mamba_eagle.models.registry import mtp_module, read_model_config
 
 
 class MtpNetwork(HeadNetwork):
@@ -90,7 +90,7 @@ class MtpSource(FolderSource):
 
     def read(self) -> ModelConfig:
         self.family = mtp_module(self.path)
-        own = read_as(self.family, self.path)
+        own = read_model_config(self.path, self.family)
         if self.has_files:
             with contextlib.suppress(CheckpointError):  # reported by ``problems``
                 return stored_modules(own, stored_tensors(Path(self.path)))

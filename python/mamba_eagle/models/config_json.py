@@ -1,25 +1,13 @@
 """A checkpoint's config.json and the files that complete it, unparsed but checked."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.parse import eos_tokens
-
-
-@contextlib.contextmanager
-def naming(folder: str | Path) -> Iterator[None]:
-    """Puts the name of the config in ``folder`` in front of the message of an UnsupportedModel
-    raised inside."""
-    try:
-        yield
-    except UnsupportedModel as error:
-        file = folder if is_gguf(folder) else Path(folder, "config.json")
-        raise UnsupportedModel(f"{file}: {error}") from None
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.drafters import head_algorithm
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config_json import checked, naming, read_values
+from mamba_eagle.models.config_json import checked, read_values
 from mamba_eagle.quantization.layouts import layout_of
 
 
@@ -69,24 +70,18 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     return parse_as(_family(architecture).module, values)
 
 
-def read_model_config(folder: str | Path) -> ModelConfig:
-    """The config of the model or draft head in a folder.
+def read_model_config(folder: str | Path, module: str = "") -> ModelConfig:
+    """The config of the model or draft head in a folder. module: the file of this package that
+    reads it, whatever its architecture; "": the architecture says which.
 
     Raises: FileNotFoundError, UnsupportedModel, which name the folder.
     """
     values = read_values(folder)
-    with naming(folder):
-        return parse_config(values)
-
-
-def read_as(module: str, folder: str | Path) -> ModelConfig:
-    """A folder's config.json as read by one file of this package, whatever its architecture.
-
-    Raises: FileNotFoundError, UnsupportedModel, which name the folder.
-    """
-    values = read_values(folder)
-    with naming(folder):
-        return parse_as(module, values)
+    try:
+        return parse_as(module, values) if module else parse_config(values)
+    except UnsupportedModel as error:
+        file = folder if is_gguf(folder) else Path(folder, "config.json")
+        raise UnsupportedModel(f"{file}: {error}") from None
 
 
 def mtp_module(folder: str | Path) -> str:

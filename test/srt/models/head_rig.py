@@ -23,7 +23,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle3 import Eagle3Head, published_name
 from mamba_eagle.models.loader import load_weights
-from mamba_eagle.models.registry import read_as, read_model_config
+from mamba_eagle.models.registry import read_model_config
 
 BATCH, LENGTH = 2, 21
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -32,7 +32,7 @@ TAPS = (0, 2, 4)
 
 def eagle3_network(folder: Path, target: CausalLM, prepared: bool = False) -> EagleThreeNetwork:
     names = {published_name(name) for name in load_file(folder / "model.safetensors")}
-    head = Eagle3Head(read_as("eagle3", folder), names)
+    head = Eagle3Head(read_model_config(folder, "eagle3"), names)
     load_weights(head, folder)
     if prepared:
         prepare_for_inference(head, host_backend().layer_ops)

@@ -39,7 +39,7 @@ from mamba_eagle.models.eagle3 import (
     tap_layers,
 )
 from mamba_eagle.models.loader import CheckpointError, load_weights
-from mamba_eagle.models.registry import model_class, read_as, read_model_config
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.resolve import head_in
 
 torch.set_num_threads(1)
@@ -163,10 +163,10 @@ def test_tapped_layers_are_read_under_both_conventions(
 ) -> None:
     named = {"eagle_aux_hidden_state_layer_ids": ids}
     (tmp_path / "config.json").write_text(json.dumps({**EAGLE3_CONFIG, "eagle_config": named}))
-    assert tap_layers(read_as("eagle3", tmp_path), layers) == taps
+    assert tap_layers(read_model_config(tmp_path, "eagle3"), layers) == taps
     named["eagle_aux_hidden_state_layer_ids"] = layer_ids(taps)
     (tmp_path / "config.json").write_text(json.dumps({**EAGLE3_CONFIG, "eagle_config": named}))
-    assert tap_layers(read_as("eagle3", tmp_path), layers) == taps
+    assert tap_layers(read_model_config(tmp_path, "eagle3"), layers) == taps
     with pytest.raises(ValueError, match="1, 2, 3"):
         layer_ids((1, 2, 3))
 
@@ -249,7 +249,7 @@ def test_another_layout_of_eagle3_is_refused(tmp_path: Path, changes: dict, word
     given = {name: value for name, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(UnsupportedModel, match=words):
-        read_as("eagle3", tmp_path)
+        read_model_config(tmp_path, "eagle3")
 
 
 def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_token_map_that_leads_astray_is_refused(
     for i, offset in offsets.items():
         d2t[i] = offset
     edit(folder, {"d2t": d2t})
-    head = Eagle3Head(read_as("eagle3", folder))
+    head = Eagle3Head(read_model_config(folder, "eagle3"))
     load_weights(head, folder)
     with pytest.raises(CheckpointError, match=words):
         head.check_tokens("a head")

@@ -35,7 +35,7 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config_json import read_values
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.mtp import MtpHead
-from mamba_eagle.models.registry import read_as, read_model_config
+from mamba_eagle.models.registry import read_model_config
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mtp_network(folder: Path, target: CausalLM, prepared: bool = False) -> MtpNetwork:
-    head = MtpHead(read_as("mtp", folder))
+    head = MtpHead(read_model_config(folder, "mtp"))
     load_weights(head, folder)
     if prepared:
         prepare_for_inference(head, host_backend().layer_ops)
@@ -156,7 +156,7 @@ def test_mtp_modules_are_read_beside_the_target(model: Path, tmp_path: Path) -> 
     load_model(folder)  # the target itself does without them
     source = MtpSource(engine_config(folder, ""), read_model_config(folder))
     assert source.path == str(folder) and source.problems() == []
-    ours, theirs = (MtpHead(read_as("mtp", place)) for place in (folder, alone))
+    ours, theirs = (MtpHead(read_model_config(place, "mtp")) for place in (folder, alone))
     load_weights(ours, folder)
     load_weights(theirs, alone)
     for name, value in ours.state_dict().items():
@@ -169,7 +169,7 @@ def test_a_layer_that_is_repeated_is_stored_once(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(
             json.dumps({**config, "mtp_use_repeated_layer": repeated})
         )
-        head = MtpHead(read_as("mtp", tmp_path))
+        head = MtpHead(read_model_config(tmp_path, "mtp"))
         assert len(head.mtp.layers) == head.num_modules == blocks
         assert head.config.num_attention_layers == blocks
 

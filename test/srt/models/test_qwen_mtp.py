@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpLayer
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.qwen_mtp import QwenMtpHead
-from mamba_eagle.models.registry import mtp_module, read_as
+from mamba_eagle.models.registry import mtp_module, read_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {
@@ -55,7 +55,7 @@ def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_layer_is_that_of_transformers(peer: Peer) -> None:
-    head = QwenMtpHead(read_as(mtp_module(peer.folder), peer.folder))
+    head = QwenMtpHead(read_model_config(peer.folder, mtp_module(peer.folder)))
     load_weights(head, peer.folder)
     generator = torch.Generator().manual_seed(1)
     embedded, hidden = torch.randn(2, 1, 19, 64, generator=generator)

@@ -26,7 +26,7 @@ from tiny_model import VOCAB, write_model
 
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.eagle3 import outputs_normed
-from mamba_eagle.models.registry import read_as
+from mamba_eagle.models.registry import read_model_config
 
 torch.set_num_threads(1)
 
@@ -79,4 +79,4 @@ def test_one_word_means_two_things(tmp_path: Path) -> None:
         ({**EAGLE3_CONFIG, "eagle_config": {"norm_output": True}}, True),
     ):
         (tmp_path / "config.json").write_text(json.dumps(values))
-        assert outputs_normed(read_as("eagle3", tmp_path)) == behind
+        assert outputs_normed(read_model_config(tmp_path, "eagle3")) == behind
