@@ -142,10 +142,6 @@ class NgramDrafter(Drafter):
         self.untracked.update(slots)
 
     def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
-        if self.place.on_host:
-            for slot, count, new in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
-                self._append(slot, new[:count])
-            return
         self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
         if len(self.unread) > MAX_UNREAD:
             self._read()

@@ -1,6 +1,6 @@
 """Steps that were launched: their results on the way to the host, and their times."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +36,8 @@ class PendingDecode:
         self.marks = marks or Marks({}, {})
         accepted, place = committed.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
-        parts = (accepted.count, committed.folded, accepted.tokens, accepted.nodes)
-        self.parts = parts if place.on_host else None
-        if not place.on_host:  # one copy
-            whole = torch.cat([parts[0][:, None], parts[1][:, None], *parts[2:]], dim=1)
-            self.numbers = place.to_host(whole)
+        each = (accepted.count[:, None], committed.folded[:, None], accepted.tokens, accepted.nodes)
+        self.numbers = place.to_host(torch.cat(each, dim=1))  # one copy
         self.logprobs: dict[int, Logprobs] = {}
         self.hidden: dict[int, Tensor] = {}  # [nodes, hidden_size]
         self.tree: Tree | None = None
@@ -59,7 +56,8 @@ class PendingDecode:
     def read(self) -> list[RequestResult]:
         """Results in the batch's order; call it only once the device is done."""
         results = []
-        for i, (n, folded, tokens, nodes) in enumerate(self._numbers()):
+        for i, (n, folded, *path) in enumerate(self.numbers.tolist()):
+            tokens, nodes = path[: self.width], path[self.width :]
             result = RequestResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
             if not n:
                 result.problem = self.marks.problems.get(i, "")
@@ -74,13 +72,6 @@ class PendingDecode:
                 result.experts = as_bytes(self.experts[i][nodes[:n]])
             results.append(result)
         return results
-
-    def _numbers(self) -> Iterable[tuple[int, int, list[int], list[int]]]:
-        if self.parts is not None:
-            return zip(*(part.tolist() for part in self.parts))
-        width = self.width
-        rows = self.numbers.tolist()
-        return ((n, folded, path[:width], path[width:]) for n, folded, *path in rows)
 
 
 def step_trace(tree: Tree, index: int, result: RequestResult, refused: list[int]) -> StepTrace:
