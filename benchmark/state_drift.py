@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.rounding import StateRounding, state_rounding
+from mamba_eagle.backend.rounding import StateRounding, Stochastic
 from mamba_eagle.bench import facts, results
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold
 
@@ -86,7 +86,10 @@ def measure(sequences: Sequence[Sequence64], every: int, dtype: str, mode: str) 
     """Mean errors over the sequences, of the whole state and of the head that forgets last."""
     whole, slowest = 0.0, 0.0
     for seed, sequence in enumerate(sequences):
-        rounding = state_rounding(mode, getattr(torch, dtype), torch.tensor([seed]))
+        stored: torch.dtype = getattr(torch, dtype)
+        rounding = StateRounding(stored)
+        if mode == "stochastic" and stored != torch.float32:
+            rounding = Stochastic(stored, torch.tensor([seed]))
         state = state_after(sequence, every, rounding)
         whole += error(state, sequence.state) / len(sequences)
         slowest += error(state[-1], sequence.state[-1]) / len(sequences)

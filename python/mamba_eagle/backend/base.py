@@ -27,7 +27,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
-from mamba_eagle.backend.rounding import StateRounding, state_rounding
+from mamba_eagle.backend.rounding import StateRounding, Stochastic
 from mamba_eagle.backend.state import SchemeSize, StatelessScheme, StateScheme
 from mamba_eagle.backend.token_ops import TokenOps
 from mamba_eagle.backend.torch.attention import (
@@ -88,11 +88,6 @@ class Backend(TokenOps):
         # In float16 what no kernel takes is a loop over experts (``CudaOps.grouped_linear``).
         return config is None or (not self.place.on_host and self.dtype == torch.bfloat16)
 
-    @property
-    def captures_graphs(self) -> bool:
-        """Whether steps that never wait for the host can be captured in graphs."""
-        return not self.place.on_host
-
     # ── attention ──
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
@@ -151,25 +146,17 @@ class Backend(TokenOps):
         """What makes the scheme of such layers."""
         return TORCH_SCHEMES[mode]
 
-    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
-        """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
-        return state_rounding(mode, dtype, table.seed)
+    stochastic: type[Stochastic] = Stochastic
 
-    def saved_journals(
-        self,
-        num_slots: int,
-        size: int,
-        mixers: Sequence[Recurrent],
-        pool: StatePool,
-        table: RequestTable,
-    ) -> SavedJournals:
-        """``num_slots`` journal slots of ``size`` rows; mixers: those of the model, in the order of
-        the pool's layers."""
-        kind = self.journal_kind(mixers, pool)
-        return kind(num_slots, size, mixers, pool, table, self.place)
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        """How states are rounded to ``dtype``; float32 needs no noise. mode: stochastic or nearest,
+        as in --mamba-ssm-rounding."""
+        if mode == "nearest" or dtype == torch.float32:
+            return StateRounding(dtype)
+        return self.stochastic(dtype, table.seed)
 
     def journal_kind(self, mixers: Sequence[Recurrent], pool: StatePool) -> type[SavedJournals]:
-        """What makes the journals of such layers."""
+        """What makes the journals of a model with these recurrent layers."""
         return SavedJournals
 
     def rows_ahead(self, accepts: int) -> int:

@@ -66,12 +66,3 @@ class Stochastic(StateRounding):
     def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
         rounded = [self.round(each[None], key, first + i) for i, each in enumerate(states)]
         return torch.cat(rounded)
-
-
-def state_rounding(
-    mode: str, dtype: torch.dtype, seeds: Tensor, stochastic: type[Stochastic] = Stochastic
-) -> StateRounding:
-    """mode: stochastic or nearest, as in --mamba-ssm-rounding; float32 needs no noise."""
-    if mode == "nearest" or dtype == torch.float32:
-        return StateRounding(dtype)
-    return stochastic(dtype, seeds)

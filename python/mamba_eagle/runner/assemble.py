@@ -193,7 +193,7 @@ def _tier_copies(
 def _never_waits(config: MemorySettings, step: DecodeStep) -> bool:
     """Whether no part of a step waits for the host, so that steps can be captured."""
     backend, model = step.backend, step.model.config
-    if config.disable_cuda_graph or not backend.captures_graphs:
+    if config.disable_cuda_graph or backend.place.on_host:
         return False
     if model.attention is not None and not backend.attention_on_device:
         return False

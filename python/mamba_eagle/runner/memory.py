@@ -112,7 +112,7 @@ def _sizes(
         state_slot_bytes += state_bytes(draft, ssm_size, size)
         request_bytes += row_bytes(draft, "deferred", draft_rows(config), 0, size)
     graphs = 0
-    if backend.captures_graphs and not config.disable_cuda_graph:
+    if not (backend.place.on_host or config.disable_cuda_graph):
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
         if backend.samples_in_kernels and config.num_ranks == 1:
             graphs += sampling_bytes(config.max_running_requests + 1, model)

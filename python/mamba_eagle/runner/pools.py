@@ -64,6 +64,6 @@ def make_pools(
     scheme = backend.state_scheme(config.mamba_verify_mode, sizes.recurrence, size, table, states)
     mixers = [part for part in model.modules() if isinstance(part, Recurrent)]
     mixers.sort(key=lambda mixer: mixer.index)
-    rows = config.journal_rows
-    journals = backend.saved_journals(memory.journals, rows, mixers, states, table)
+    kind = backend.journal_kind(mixers, states)
+    journals = kind(memory.journals, config.journal_rows, mixers, states, table, place)
     return Pools(table, kv, states, scheme, journals)

@@ -249,7 +249,9 @@ class Glue:
         self.scheme: Any = self.backend.state_scheme(
             "deferred", config, size, self.table, self.pool
         )
-        self.journals = self.backend.saved_journals(2, 16, self.layers, self.pool, self.table)
+        kind = self.backend.journal_kind(self.layers, self.pool)
+        own = (self.layers, self.pool, self.table, self.backend.place)
+        self.journals = kind(2, 16, *own)
         self.kv = KVPool(0, 1, None, torch.bfloat16, DEVICE)
         draw = Draw(0)
         self.inputs = [

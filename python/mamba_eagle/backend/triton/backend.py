@@ -13,7 +13,7 @@ from mamba_eagle.backend.pending import PendingEntries, Taken
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
-from mamba_eagle.backend.rounding import StateRounding, Stochastic, state_rounding
+from mamba_eagle.backend.rounding import Stochastic
 from mamba_eagle.backend.state import StatelessScheme, StateScheme
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
@@ -117,6 +117,7 @@ class TritonBackend(Backend):
     name = "triton"
     attention_on_device = True
     samples_in_kernels = True
+    stochastic = TritonStochastic
 
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
         super().__init__(place, dtype, TritonOps())
@@ -168,9 +169,6 @@ class TritonBackend(Backend):
         if not sizes_supported(config):
             return super().scheme_kind(mode, config, pool)
         return SCHEMES[mode]
-
-    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
-        return state_rounding(mode, dtype, table.seed, TritonStochastic)
 
     def rows_ahead(self, accepts: int) -> int:
         """Folds are decided before the step's path is known, so the journal needs room for a whole
