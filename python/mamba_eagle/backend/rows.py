@@ -51,23 +51,6 @@ class RequestRows:
         """Positions of the states, where the journals start: request slots [n] -> [n] int64."""
         return self.table.processed[slots] - self.journal_len[slots]
 
-    def newest(
-        self, slots: Tensor, count: Tensor, width: int, gates: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The last ``count`` [b] tokens of the journals, in sequence order: their convolution
-        inputs [layers, b, width, conv_dim], and their rows of ``gates``, which is
-        [layers, R, W, gate_size]. Arbitrary past ``count``."""
-        first = self.history + self.journal_len[slots] - count
-        columns = first[:, None] + torch.arange(width, device=slots.device)
-        places = self.path[slots[:, None], columns]
-        rows = (places - self.history).clamp_(min=0)
-        return self.conv_in[:, slots[:, None], places], gates[:, slots[:, None], rows]
-
-    def of_nodes(self, slots: Tensor, nodes: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of nodes [b, D], if node i is in row i."""
-        at = slots[:, None]
-        return self.conv_in[:, at, nodes + self.history], gates[:, at, nodes]
-
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
         """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
         [f] int64, request slots and numbers of tokens."""
@@ -107,8 +90,13 @@ class RowScheme(StateScheme):
         return self.rows.journal_len[slots]
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        width = accepted.nodes.shape[1]
-        return self.rows.newest(slots, accepted.count, width, self.gates)
+        """The last tokens of the journals."""
+        own, at = self.rows, slots[:, None]
+        first = own.history + own.journal_len[slots] - accepted.count
+        columns = first[:, None] + torch.arange(accepted.nodes.shape[1], device=slots.device)
+        places = own.path[at, columns]
+        rows = (places - own.history).clamp_(min=0)
+        return own.conv_in[:, at, places], self.gates[:, at, rows]
 
 
 class DeferredScheme(RowScheme):
@@ -159,7 +147,9 @@ class SnapshotScheme(RowScheme):
         return self.table.processed[slots]
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        return self.rows.of_nodes(slots, accepted.nodes, self.gates)
+        """Node i is in row i."""
+        own, at, nodes = self.rows, slots[:, None], accepted.nodes
+        return own.conv_in[:, at, nodes + own.history], self.gates[:, at, nodes]
 
     @property
     def num_bytes(self) -> int:
