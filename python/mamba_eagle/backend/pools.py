@@ -118,14 +118,7 @@ class StatePool:
         self.feature = zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def begin(self, item: PrefillItem) -> None:
-        """Initialize the request's own state slot with the state that its prompt starts from."""
-        if item.source < 0:
-            self.clear(item.state_slot)
-        else:
-            self.copy(item.source, item.state_slot)
-
-    def begin_feature(self, item: PrefillItem) -> None:
-        """The same for the feature alone."""
+        """The request's own state slot gets the feature that its prompt starts from."""
         if item.source < 0:
             self.feature[item.state_slot].zero_()
         else:
@@ -144,12 +137,6 @@ class StatePool:
         new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
         old, alive = self.feature[state_slots], (accepted.count > 0)[:, None]
         self.feature[state_slots] = torch.where(alive, new.to(old.dtype), old)
-
-    def clear(self, slot: int) -> None:
-        """Set state slot ``slot`` to the zero state."""
-        self.ssm[:, slot].zero_()
-        self.conv[:, slot].zero_()
-        self.feature[slot].zero_()
 
     @property
     def num_bytes(self) -> int:

@@ -105,10 +105,9 @@ class PrefillContext(ForwardContext):
 
     Recurrent layers read each request's state from the state slot that holds it, write the state
     after the chunk to its own one, and save states at the positions that the plan requests. Of what
-    a prompt starts from only the feature is copied, unless ``copies_states``.
+    a prompt starts from only the feature is copied.
     """
 
-    copies_states = False  # whether a state that a prompt starts from is copied to its own slot
     # of a pass that writes rows to journal slots as well (``SavedJournals.keep``)
     keep: Callable[[Recurrent, Tensor, Tensor], None] | None = None  # those of a layer
     kept: Callable[[int], KeptInputs] | None = None  # of n tokens, where those of all layers go
@@ -122,10 +121,9 @@ class PrefillContext(ForwardContext):
     ) -> None:
         """paged: None if the model has no attention layer."""
         self.parts, self.pool, self.paged, self.place = parts, pool, paged, place
-        begin = pool.begin if self.copies_states else pool.begin_feature
         for part in parts:
             if part.item.is_first:
-                begin(part.item)
+                pool.begin(part.item)
 
     @cached_property
     def positions(self) -> Tensor:  # type: ignore[override]

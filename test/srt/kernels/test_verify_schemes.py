@@ -262,7 +262,8 @@ def error_after_many_tokens(
     exact = stream.states(layer)
 
     slot, state_slot = 1, 3
-    rig.pool.clear(state_slot)
+    for part in (rig.pool.ssm, rig.pool.conv):
+        part[:, state_slot].zero_()
     rig.table.state_slot[slot] = state_slot
     rig.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
     trees = [random_tree(1, nodes, max_depth - 1, rig.generator) for _ in range(40)]

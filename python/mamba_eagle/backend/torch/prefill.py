@@ -13,8 +13,6 @@ from mamba_eagle.layers.recurrent import Inputs, Recurrent
 
 
 class TorchPrefillContext(PrefillContext):
-    copies_states = True
-
     @cached_property
     def keys(self) -> list[Sequence[Tensor | None]]:
         """Of each chunk's saves, [1] each."""
@@ -42,12 +40,13 @@ class TorchPrefillContext(PrefillContext):
         gates: Tensor,
     ) -> Tensor:
         item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
-        before = conv[item.state_slot]
+        before, state = conv[item.source], ssm[item.source][None]
+        if item.source < 0:
+            before, state = torch.zeros_like(before), torch.zeros_like(state)
         width = before.shape[0]
         own, silu = layer.conv1d, layer.config.conv_silu
         convolved = causal_conv(channels[None], own.weight[:, 0], own.bias, before[None], silu)
         raw = torch.cat([before.to(channels.dtype), channels])  # history first
-        state = ssm[item.state_slot][None]
         outputs = []
         begin = 0
         for (end, state_slot), key in zip(prompt_of(part).saves, keys):
