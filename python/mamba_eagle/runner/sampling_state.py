@@ -6,6 +6,7 @@ Shapes: b requests, R request slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -57,42 +58,37 @@ class SamplingState:
         self.integers = torch.zeros(
             max_running, len(INTEGERS), dtype=torch.int64, device=self.device
         )
-        self._tables: dict[str, Tensor] = {}
         self.tables: SamplingTables | None = None  # what kernels read, if they sample
         if backend.samples_in_kernels and whole:
             parameters = (self.flags, self.numbers, self.integers)
             large = (self.prompt_seen, self.output_counts, self.bias, self.stops)
             self.tables = SamplingTables(*parameters, *large)
 
-    def _table(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A [R, V] table, allocated with zeros on first use."""
-        if name not in self._tables:
-            # ordinary tensors even if the first use is in inference mode
-            with torch.inference_mode(False):
-                self._tables[name] = torch.zeros(
-                    self._max_running, self.vocab_size, dtype=dtype, device=self.device
-                )
-        return self._tables[name]
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """[R, V], an ordinary tensor even if the first use is in inference mode."""
+        shape = (self._max_running, self.vocab_size)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    @property
+    @cached_property
     def prompt_seen(self) -> Tensor:
         """[R, V] bool: the token occurs in the prompt."""
-        return self._table("prompt_seen", torch.bool)
+        return self._zeros(torch.bool)
 
-    @property
+    @cached_property
     def output_counts(self) -> Tensor:
         """[R, V] int32: how often the token occurs in the output."""
-        return self._table("output_counts", torch.int32)
+        return self._zeros(torch.int32)
 
-    @property
+    @cached_property
     def bias(self) -> Tensor:
         """[R, V] float32: logit_bias."""
-        return self._table("bias", torch.float32)
+        return self._zeros(torch.float32)
 
-    @property
+    @cached_property
     def stops(self) -> Tensor:
         """[R, V] bool: the token ends the request."""
-        return self._table("stops", torch.bool)
+        return self._zeros(torch.bool)
 
     def set(
         self, slot: int, params: SamplingParams, prompt_len: int, history: Sequence[int]
@@ -115,12 +111,12 @@ class SamplingState:
         self.flags[slot].fill_(sum(1 << PARAMETERS.index(name) for name in asked))
         ban_until = prompt_len + params.min_new_tokens
         self.integers[slot] = self._copied([params.seed, params.top_k, ban_until])
-        if "bias" in self._tables:
+        if "bias" in vars(self):
             self.bias[slot].fill_(0.0)
         if params.logit_bias:
             values = self._copied(list(params.logit_bias.values()), torch.float32)
             self.bias[slot].scatter_(0, self._copied(list(params.logit_bias)), values)
-        if "stops" in self._tables:
+        if "stops" in vars(self):
             self.stops[slot].fill_(False)
         if params.min_new_tokens:
             self.stops[slot].scatter_(0, self._copied(stops), True)
