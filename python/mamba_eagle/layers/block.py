@@ -36,7 +36,7 @@ class ResidualLayer(Layer):
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         for step in self.steps():
-            hidden = hidden + step.made(hidden, ctx)
+            hidden = hidden.add(step.made(hidden, ctx), alpha=step.scale)
         return hidden
 
 

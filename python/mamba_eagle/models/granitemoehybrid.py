@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from mamba_eagle.layers.block import LayerNames, PreNormLayer
-from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mlp import PackedGatedMLP
 from mamba_eagle.layers.moe import GatedMoE
@@ -28,8 +27,7 @@ class GraniteLayer(PreNormLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
-        self.has_experts = config.moe is not None
-        self.in_programs = not self.has_experts
+        self.in_programs = config.moe is None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, config.hidden_size)
 
@@ -37,16 +35,13 @@ class GraniteLayer(PreNormLayer):
         return PackedGatedMLP(config.hidden_size, config.intermediate_size)
 
     def steps(self) -> tuple[Residual, ...]:
-        return tuple(s._replace(scale=self.residual_multiplier) for s in super().steps())
+        mixer, mlp = (s._replace(scale=self.residual_multiplier) for s in super().steps())
+        return mixer, mlp if self.in_programs else mlp._replace(body=self.both)
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        norm, mixer, mlp_norm, mlp = self.parts
-        hidden = hidden.add(self.total(mixer(norm(hidden), ctx)), alpha=self.residual_multiplier)
-        normed = mlp_norm(hidden)
-        made = mlp(normed)
-        if self.has_experts:
-            made = made + self.block_sparse_moe(normed)
-        return hidden.add(self.total(made), alpha=self.residual_multiplier)
+    def both(self, normed: Tensor) -> Tensor:
+        """Shared and routed experts."""
+        made: Tensor = self.parts.mlp(normed) + self.block_sparse_moe(normed)
+        return made
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
