@@ -154,5 +154,5 @@ class DFlashSource(base.FolderSource):
         model: BlockDraftModel = self.load(parts)
         model.check_tokens(self.path)
         vocabulary = DraftVocabulary(parts.backend, self.columns(parts), model.target_ids())
-        trees = self.trees(model, parts.target.own_head, vocabulary)
+        trees = self.trees(model, parts.target.lm_head, vocabulary)
         return BlockDrafter(model, trees, parts)

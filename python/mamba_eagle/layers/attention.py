@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.linear import JoinedLayer, Linear
 from mamba_eagle.layers.norm import RMSNorm
@@ -66,11 +66,6 @@ class Attention(JoinedLayer):
     def qkv(self) -> Linear | None:
         """The three input projections of a prepared layer as one, queries first, if they are."""
         return self._joined.get("qkv")
-
-    @property
-    def input_rounding(self) -> Rounding | None:
-        """How a norm before this layer may round its inputs to float8."""
-        return self.qkv.rounding if self.qkv is not None else None
 
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         q, k, v = self.projected(hidden, self.config.num_heads)

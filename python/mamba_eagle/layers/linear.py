@@ -176,6 +176,12 @@ class JoinedLayer(Layer):
     def projections(self) -> dict[str, list[Linear]]:
         return {}
 
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        whole = next(iter(self._joined.values()), None)
+        return None if whole is None else whole.rounding
+
     def prepare(self, ops: LayerOps) -> None:
         super().prepare(ops)
         for name, parts in self.projections().items():

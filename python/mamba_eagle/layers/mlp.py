@@ -55,12 +55,6 @@ class GatedMLP(JoinedLayer):
         """Gate and up projection as one, of a prepared layer, if they are; and the last one."""
         return self._joined.get("both"), self.down_proj
 
-    @property
-    def input_rounding(self) -> Rounding | None:
-        """How a norm before this layer may round its inputs to float8."""
-        both, _ = self.products
-        return both.rounding if both is not None else None
-
     def forward(self, hidden: Tensor | Rounded) -> Tensor:
         both, down = self.products
         if both is not None:

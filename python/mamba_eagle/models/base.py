@@ -262,12 +262,7 @@ class CausalLM(Layer):
         """The same for drafters: [n, hidden_size or feature_size] -> [n, tokens of this rank]."""
         if self.logits_scale != 1.0:
             return self.compute_logits(hidden)
-        return self.own_head(hidden[..., : self.config.hidden_size])
-
-    def own_head(self, hidden: Tensor) -> Tensor:
-        """``lm_head`` for drafters, this rank's part: [n, hidden_size] -> [n, tokens of this
-        rank]."""
-        return self.lm_head(hidden)
+        return self.lm_head(hidden[..., : self.config.hidden_size])
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None if it is not needed."""
