@@ -74,10 +74,6 @@ class SlotPools:
             "max_mamba_cache_size": self.states.total,
         }
 
-    def top_nodes(self, max_nodes: int, max_tokens: int) -> list[CacheNode]:
-        """What the cache's tree looks like, for people."""
-        return top_nodes(self.cache.root, max_nodes, max_tokens)
-
     # ── handing out ──────────────────────────────────────────────────────────────────────────
 
     def reserve_state(self, keep: Collection[int] = ()) -> int | None:
@@ -143,8 +139,8 @@ class SlotPools:
 
 
 def top_nodes(root: Node, max_nodes: int, max_tokens: int = 0) -> list[CacheNode]:
-    """Up to ``max_nodes`` nodes below ``root``, each after its parent; the most recently used ones,
-    with up to ``max_tokens`` of their tokens.
+    """What a cache's tree looks like, for people: up to ``max_nodes`` nodes below ``root``, each
+    after its parent; the most recently used ones, with up to ``max_tokens`` of their tokens.
 
     A node was used whenever one below it was, so these are found without a walk over the tree:
     only the children of nodes that are returned are looked at.

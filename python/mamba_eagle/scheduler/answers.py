@@ -4,6 +4,7 @@ prefixes for other servers, pauses, other weights."""
 from collections.abc import Callable
 
 from mamba_eagle import message
+from mamba_eagle.cache.slot_pools import top_nodes
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 RELEASED = "the model's memory is released: resume it first"
@@ -98,7 +99,7 @@ class Answers:
             state=scheduler.state(),
             speculation=scheduler.policy.state(),
             cache=scheduler.cache_use(),
-            nodes=scheduler.slots.top_nodes(asked.max_nodes, asked.max_tokens),
+            nodes=top_nodes(scheduler.slots.cache.root, asked.max_nodes, asked.max_tokens),
         )
 
     def _move(self, asked: message.ExportPrefix | message.ImportPrefix) -> None:
@@ -143,7 +144,7 @@ class Answers:
             state = self.scheduler.state()
             running, waiting = int(state["num_running_reqs"]), int(state["num_queue_reqs"])
             text = f"{running} requests run and {waiting} wait: flush when there are none"
-            if self.scheduler.stands_still:
+            if self.scheduler.pauses.any:
                 text = f"{running} requests are held in place: continue, or pause by another mode"
             self._answer_all(self._flushes, text)
         elif self.scheduler.holds_nothing:

@@ -102,7 +102,7 @@ class SchedulerProcess:
         now = time.monotonic()
         if now >= self.next_beat:
             self.next_beat = now + message.BEAT_SECONDS
-            busy = self.scheduler.busy and not self.scheduler.stands_still
+            busy = self.scheduler.busy and not self.scheduler.pauses.any
             steps = self.scheduler.stats.num_steps
             self.heartbeats.send(message.Heartbeat(role="scheduler", busy=busy, steps=steps))
 

@@ -149,11 +149,6 @@ class Scheduler(Planner):
         return bool(self._live)
 
     @property
-    def stands_still(self) -> bool:
-        """Requests wait because of a pause."""
-        return self.pauses.any
-
-    @property
     def needs_cache(self) -> bool:
         """Requests run, wait to run, or are held in place."""
         if self.pauses.stops_all:
