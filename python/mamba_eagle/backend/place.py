@@ -131,8 +131,7 @@ class Host(Place):
     def host_tensor(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
-    def to_device(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
+    to_device = host_tensor
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)

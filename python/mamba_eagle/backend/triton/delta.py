@@ -46,6 +46,7 @@ class TritonDelta(TritonRows):
     verified after that."""
 
     kernel: Callable[..., Tensor] = staticmethod(tree_verify)
+    gates_of = staticmethod(gates_of)
 
     def __init__(
         self, config: DeltaConfig, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -57,9 +58,6 @@ class TritonDelta(TritonRows):
         step = super().begin(slots, tree)
         self._fold(Folds(*step[:4], step.fold, step.round_keys))
         return step
-
-    def gates_of(self, layer: DeltaRule, raw: Tensor) -> Tensor:
-        return gates_of(layer, raw)
 
     def verify(
         self, layer: DeltaRule, layout: TreeLayout, channels: Tensor, gates: Tensor

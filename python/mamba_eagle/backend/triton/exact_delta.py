@@ -52,8 +52,7 @@ class ExactDeltaPrefill(PlannedPrefill):
 
 
 class ExactDeltaJournals(ExactJournals):
-    def _gates(self, layer: Any, raw: Tensor) -> Tensor:
-        return gates_of(layer, raw)
+    _gates = staticmethod(gates_of)
 
     def _scan(self, layer: Any, channels: Tensor, gates: Tensor, plan: PrefillPlan) -> None:
         _scanned(layer, channels, gates, self.pool, plan)

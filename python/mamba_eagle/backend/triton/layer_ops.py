@@ -1,7 +1,5 @@
 """Layer operations on a GPU by Triton's kernels."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.sigmoid_gate.triton import gate_by_sigmoid
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
-from mamba_eagle.layers.adapters import AdapterSize, Additions
 from mamba_eagle.layers.ops import HeadNorms, Normed, Product
 from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
@@ -77,11 +74,11 @@ class TritonOps(CudaOps):
 
     # ── products ──
 
+    additions = staticmethod(SegmentedAdditions)
+    keeps = staticmethod(products.multiplies)
+
     def pack_linear(self, weight: Tensor) -> Product | None:
         return products.of_sixteen_bits(weight)
-
-    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
-        return products.multiplies(matrix, device)
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         device = next(iter(matrix.tensors().values())).device
@@ -94,11 +91,6 @@ class TritonOps(CudaOps):
         ):
             return products.FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
-
-    def additions(
-        self, sizes: Sequence[AdapterSize], dtype: torch.dtype, device: torch.device
-    ) -> Additions:
-        return SegmentedAdditions(sizes, dtype, device)
 
     def fuse_experts(
         self, up: Tensor | Matrix, down: Tensor | Matrix, act: str, dtype: torch.dtype
