@@ -44,7 +44,7 @@ class MtpNetwork(HeadNetwork):
         size, modules = head.config.hidden_size, head.num_modules
         self.size = size
         self.carry_size = (modules - 1) * size
-        self.max_depth = modules if modules > 1 else None
+        self.max_depth = modules if modules > 1 else None  # of trees; None: no limit
 
     def run_entries(
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext

@@ -24,7 +24,6 @@ class DraftNetwork(ABC):
     feature_size: int  # F; 0: entries take tokens alone
     carry_size: int = 0  # C: first columns of an output, which the next entry needs
     reads_above: bool = True  # whether ``lanes`` does anything with the outputs of parents
-    max_depth: int | None = None  # deepest tree that the network can draft; None: no limit
 
     def entry_features(self, target: Tensor) -> Tensor:
         """The features of entries, from those of the target: [n, target's size] -> [n, F]."""

@@ -106,17 +106,16 @@ class MatrixLayer(Layer):
             if stacked is not None:
                 self.matrices[name] = stacked
             else:  # forms that differ from expert to expert
-                self._widen(name, torch.stack([part.dequantize() for part in ordered]))
+                self._replace(name, torch.stack([part.dequantize() for part in ordered]))
         self._stacks = {}
 
     def widen(self, name: str) -> None:
         """Replace a matrix of few bits by a parameter of the model's dtype."""
-        self._widen(name, self.matrices.pop(name).dequantize())
-
-    def _widen(self, name: str, weight: Tensor) -> None:
-        self._replace(name, weight.to(getattr(self, name).dtype))
+        self._replace(name, self.matrices.pop(name).dequantize())
 
     def _replace(self, name: str, weight: Tensor) -> None:
+        """In the parameter's dtype."""
+        weight = weight.to(getattr(self, name).dtype)
         setattr(self, name, nn.Parameter(weight, requires_grad=False))
 
 

@@ -41,10 +41,6 @@ def unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def flat(value: Tensor) -> Tensor:
-    return value.reshape(-1)
-
-
 def a_log(value: Tensor) -> Tensor:
     return value.float().neg().log().reshape(-1)
 
@@ -119,8 +115,8 @@ MIXER = {
     "conv1d.bias": Recipe(("ssm_conv1d.bias",)),
     "dt_bias": Recipe(("ssm_dt.bias",)),
     "A_log": Recipe(("ssm_a",), a_log),
-    "D": Recipe(("ssm_d",), flat),
-    "norm.weight": Recipe(("ssm_norm.weight",), flat),
+    "D": Recipe(("ssm_d",), torch.flatten),
+    "norm.weight": Recipe(("ssm_norm.weight",), torch.flatten),
     "out_proj.weight": Recipe(("ssm_out.weight",)),
     "out_proj.bias": Recipe(("ssm_out.bias",)),
 }
@@ -184,7 +180,7 @@ QWEN = Family(
         "linear_attn.conv1d.weight": Recipe(("ssm_conv1d.weight",), depthwise),
         "linear_attn.dt_bias": Recipe(("ssm_dt.bias",)),
         "linear_attn.A_log": Recipe(("ssm_a",), a_log),
-        "linear_attn.norm.weight": Recipe(("ssm_norm.weight",), flat),
+        "linear_attn.norm.weight": Recipe(("ssm_norm.weight",), torch.flatten),
         "linear_attn.out_proj.weight": Recipe(("ssm_out.weight",)),
         **under("mlp", projections(("gate", "up", "down"), "ffn_{}")),
         "mlp.gate.weight": Recipe(("ffn_gate_inp.weight",)),
