@@ -22,7 +22,7 @@ class RequestRows:
     def __init__(
         self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
-        self.size, self.table, self.pool = size, table, pool
+        self.pool = pool
         self.history = config.conv_kernel - 1
         device, dtype = pool.conv.device, pool.conv.dtype
         requests, places = table.processed.shape[0], self.history + size.rows
@@ -37,19 +37,9 @@ class RequestRows:
         self.feature = zeros(requests, size.rows, size.features, dtype=dtype, device=device)
         self.offsets = torch.arange(self.history, device=device)
 
-    def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        """Empty the journals of the request slots [n], and load the history from their state
-        slots [n]."""
-        self.journal_len.index_fill_(0, slots, 0)
-        self.conv_in[:, slots, : self.history] = self.pool.conv[:, state_slots]
-
     def store_history(self, slots: Tensor, state_slots: Tensor) -> None:
         """Copy the history of the request slots [n] to the state slots [n]."""
         self.pool.conv[:, state_slots] = self.conv_in[:, slots, : self.history]
-
-    def folded(self, slots: Tensor) -> Tensor:
-        """Positions of the states, where the journals start: request slots [n] -> [n] int64."""
-        return self.table.processed[slots] - self.journal_len[slots]
 
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
         """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
@@ -81,10 +71,14 @@ class RowScheme(StateScheme):
         return zeros(layers, requests, self.size.rows, *shape, dtype=dtype, device=device)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        self.rows.start(slots, state_slots)
+        """Empties the journals, and loads the history from the state slots."""
+        own = self.rows
+        own.journal_len.index_fill_(0, slots, 0)
+        own.conv_in[:, slots, : own.history] = self.pool.conv[:, state_slots]
 
     def folded(self, slots: Tensor) -> Tensor:
-        return self.rows.folded(slots)
+        """Where the journals start."""
+        return self.table.processed[slots] - self.rows.journal_len[slots]
 
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]

@@ -166,7 +166,7 @@ class TorchDeferred(DeferredScheme, TorchScheme):
         last = own.path[slots, h + length - 1] - h
         state_slots = self.table.state_slot[slots]
         rounding = self.pool.rounding
-        keys = rounding.keys(slots, own.folded(slots) + length)
+        keys = rounding.keys(slots, self.folded(slots) + length)
         for i, layer in self.layers.items():  # a journal has passed all of them
             ssm = self.pool.ssm[i]
             folded = layer.fold(self._journal(i, slots, journal, length), ssm[state_slots])

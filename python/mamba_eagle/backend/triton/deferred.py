@@ -66,7 +66,7 @@ class TritonRows(DeferredScheme):
         """Afterwards only the state slot is valid; journal and history are not updated."""
         h, path, pool = self.rows.history, self.rows.path[slots], self.pool
         journal = (path[:, h : h + self.max_journal] - h).contiguous()
-        keys = pool.rounding.keys(slots, self.rows.folded(slots) + keep)
+        keys = pool.rounding.keys(slots, self.folded(slots) + keep)
         self._fold(Folds(slots, state_slots, journal, keep, round_keys=keys))
         last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
         old, new = pool.feature[state_slots], self.rows.feature[slots, last]
