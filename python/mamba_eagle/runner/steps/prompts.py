@@ -253,12 +253,6 @@ class PromptRunner:
         requests, each = self._indices([slots, lengths])
         return self.step.adapters.over(requests, each, sum(lengths))
 
-    def finish(self, pending: PendingPrefill) -> None:
-        """Sample the first tokens of the prompts that have ended in a step."""
-        if pending.features is not None:
-            self._first_tokens(pending.finished, pending.features, pending)
-            pending.features = None
-
     def _show_drafter(self, shown: Passed) -> None:
         """Pass the chunks of tracked requests to the drafter."""
         drafter, items = self.step.drafter, shown.items
@@ -351,14 +345,15 @@ class PromptRunner:
         state_slots, ends = self._indices(list(zip(*kept)))
         self.pool.feature[state_slots] = features[ends].to(self.pool.feature.dtype)
 
-    def _first_tokens(
-        self, parts: Sequence[PrefillPart], features: Tensor, pending: PendingPrefill
-    ) -> None:
-        """Sample the first output tokens of finished prompts. features [n, F] of all parts.
+    def finish(self, pending: PendingPrefill) -> None:
+        """Sample the first output tokens of the prompts that have ended in a step.
 
         A request ends here if its token is a stop token, or if no token can be sampled. In the
         latter case the result is NO_TOKEN and the scheduler fails the request.
         """
+        if pending.features is None:
+            return
+        parts, features, pending.features = pending.finished, pending.features, None
         table, sampling = self.step.table, self.step.sampling
         slots = [part.item.slot for part in parts]
         ends = [part.item.start + part.length for part in parts]
