@@ -1,20 +1,24 @@
 """Prompt chunks of several requests in one forward pass: the code that all backends share."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import StateScheme
-from mamba_eagle.kernels.prefill_plan import Prompt
+from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, Room, prefill_plan
 from mamba_eagle.layers.context import AttentionView, ForwardContext
 from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.message import PrefillItem, Release
@@ -86,20 +90,6 @@ class KeptInputs(NamedTuple):
     gates: Tensor  # [layers, slots, size, gate_size]
 
 
-class FixedRecurrence(Protocol):
-    """The recurrence of passes that a graph repeats: it reads what differs from the same memory."""
-
-    def fits(self, parts: Sequence[PrefillPart]) -> bool:
-        """Whether there is room for what describes these prompts."""
-
-    def show(self, parts: Sequence[PrefillPart]) -> None:
-        """The next pass is over these prompts."""
-
-    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
-        """As a context's, over the number of tokens that is fixed: those of the prompts, and then
-        others, whose outputs mean nothing."""
-
-
 class PrefillContext(ForwardContext):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
@@ -150,6 +140,53 @@ class PrefillContext(ForwardContext):
         assert self.paged is not None, "the model has no attention layer"
         return self.paged.attend(layer, q, k, v)
 
-    def fixed(self, tokens: int, requests: int) -> FixedRecurrence | None:
+    def fixed(self, tokens: int, requests: int) -> FixedPlan | None:
         """For passes of at most these sizes; None: the host must divide each."""
         return None
+
+
+class PlannedPrefill(PrefillContext):
+    """What kernels read of all layers is made once."""
+
+    block = CONV_TOKENS
+
+    @cached_property
+    def plan(self) -> PrefillPlan:
+        prompts = [prompt_of(part) for part in self.parts]
+        return prefill_plan(prompts, self.place.to_device, self.block)
+
+    def fixed(self, tokens: int, requests: int) -> FixedPlan | None:
+        return None if self.pool.rounding.keyed else FixedPlan(self, tokens, requests)
+
+
+SEGMENTS = 4  # of a request, for which a fixed plan has room
+
+
+class FixedPlan:
+    """A context's recurrence by a plan that stays where it is, for passes that a graph repeats."""
+
+    def __init__(self, ctx: PlannedPrefill, tokens: int, requests: int) -> None:
+        """tokens: of each pass; behind those of its prompts are others, whose outputs mean
+        nothing."""
+        self.ctx, self.tokens = copy(ctx), tokens
+        blocks = -(-tokens // CONV_TOKENS) + requests - 1
+        self.room = Room(requests, SEGMENTS * requests, blocks)
+        self.memory: Tensor | None = None
+        self.show(ctx.parts)
+        self.recur = self.ctx.recur
+
+    def fits(self, parts: Sequence[PrefillPart]) -> bool:
+        """Whether there is room for what describes these prompts."""
+        segments = sum(len(part.item.saves) + 1 for part in parts)
+        return len(parts) <= self.room.requests and segments <= self.room.segments
+
+    def show(self, parts: Sequence[PrefillPart]) -> None:
+        """The next pass is over these prompts."""
+        plan = prefill_plan([prompt_of(part) for part in parts], self._sent, room=self.room)
+        self.ctx.plan = plan._replace(tokens=self.tokens)
+
+    def _sent(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
+        place = self.ctx.place
+        if self.memory is None:
+            self.memory = place.to_device(numbers, dtype)
+        return self.memory.copy_(place.host_tensor(numbers, dtype), non_blocking=True)

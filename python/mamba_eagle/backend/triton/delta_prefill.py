@@ -23,9 +23,8 @@ from torch import Tensor
 from mamba_eagle.backend.attention import NewTokenAttention
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
-from mamba_eagle.backend.prefill import PrefillPart, prompt_of
+from mamba_eagle.backend.prefill import PlannedPrefill, PrefillPart, prompt_of
 from mamba_eagle.backend.triton.delta import gates_of
-from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_rule.triton_states import CHUNK
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, in_one_copy

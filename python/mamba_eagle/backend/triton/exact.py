@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.prefill import PlannedPrefill
 from mamba_eagle.backend.rows import layer_rows
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
-from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts, prefill_conv, prompt_steps
 from mamba_eagle.kernels.prefill_plan import PrefillPlan, Prompt, prefill_plan

@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.prefill import PlannedPrefill
 from mamba_eagle.backend.triton.deferred import TritonRows
 from mamba_eagle.backend.triton.delta import TritonDelta, gates_of
 from mamba_eagle.backend.triton.exact import ExactJournals
 from mamba_eagle.backend.triton.layer import delta_supported, sizes_of
-from mamba_eagle.backend.triton.prefill import PlannedPrefill
 from mamba_eagle.kernels.causal_conv.triton_prefill import conv_prompts
 from mamba_eagle.kernels.delta_recurrence.gluon_prompts import scan
 from mamba_eagle.kernels.delta_recurrence.gluon_step import MAX_KEY
