@@ -17,7 +17,7 @@ from mamba_eagle.drafting.base import DraftParts, KeyedNoise, StepPart, draft_kv
 from mamba_eagle.drafting.growth import Growth
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.drafting.vocabulary import DraftVocabulary
-from mamba_eagle.drafting.waiting import Kept, QueueingDrafter, max_pending, max_without_rows
+from mamba_eagle.drafting.waiting import QueueingDrafter, max_pending, max_without_rows
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
@@ -132,12 +132,11 @@ class ModelDrafter(QueueingDrafter):
     def entry_features(self, features: Tensor) -> Tensor:
         return self.network.entry_features(features)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, slots: Tensor, ends: Tensor) -> None:
         if self.scheme.has_journal:
-            processed = self.entries.processed[kept.slots]
-            folded = processed - self.scheme.journal_len(kept.slots)
-            keep = (kept.ends - folded).clamp(min=0)
-            self.scheme.finish(kept.slots, self.table.state_slot[kept.slots], keep)
+            folded = self.entries.processed[slots] - self.scheme.journal_len(slots)
+            keep = (ends - folded).clamp(min=0)
+            self.scheme.finish(slots, self.table.state_slot[slots], keep)
 
     # ── drafting ──
 

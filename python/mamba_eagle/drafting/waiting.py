@@ -3,7 +3,7 @@ host knows it."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -29,15 +29,6 @@ def max_pending(config: DraftSettings) -> int:
 def max_without_rows(config: DraftSettings) -> int:
     """The same limit for a drafter without recurrent layers."""
     return max(max_pending(config), MAX_WITHOUT_ROWS)
-
-
-class Kept(NamedTuple):
-    """Released requests whose entries up to some position are kept for what continues them."""
-
-    slots: Tensor  # [n] int64, request slots
-    ends: Tensor  # [n] int64, positions
-    missing: Tensor  # [n] int64, entries before them that are not processed yet
-    longest: int  # at least the largest of ``missing``
 
 
 class QueueingDrafter(Drafter):
@@ -120,35 +111,26 @@ class QueueingDrafter(Drafter):
         self.entries.append(slots, accepted, features, self.entry_features)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = self._kept(slots, positions)
-        if kept is not None:
-            if kept.longest:
-                self.run_pending(kept.slots, kept.missing, kept.longest)
-            self.keep(kept)
-        self.entries.pending.index_fill_(0, self.place.to_device(slots), 0)
-        self.set_bounds(slots, 0)
-
-    def _kept(self, slots: Sequence[int], positions: Sequence[int]) -> Kept | None:
-        """Of requests that are about to be released; None if none is kept.
-
-        positions: how many tokens of each are kept, negative for none.
-        """
         kept = [
             (slot, position)
             for slot, position in zip(slots, positions)
             if position >= 0 and self.tracks(slot)
         ]
-        if not kept:
-            return None
-        kept_slots, ends = self.place.to_device(list(zip(*kept)))
-        # a stop string may have cut off tokens that were already processed: then fewer entries
-        # remain to be processed, or the end of the journal is dropped
-        missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
-        longest = int(missing.max()) if self.place.on_host else self.max_pending
-        return Kept(kept_slots, ends, missing, longest)
+        if kept:
+            kept_slots, ends = self.place.to_device(list(zip(*kept)))
+            # a stop string may have cut off tokens that were already processed: then fewer entries
+            # remain to be processed, or the end of the journal is dropped
+            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
+            longest = int(missing.max()) if self.place.on_host else self.max_pending
+            if longest:
+                self.run_pending(kept_slots, missing, longest)
+            self.keep(kept_slots, ends)
+        self.entries.pending.index_fill_(0, self.place.to_device(slots), 0)
+        self.set_bounds(slots, 0)
 
-    def keep(self, kept: Kept) -> None:
-        """The entries of requests that leave are processed."""
+    def keep(self, slots: Tensor, ends: Tensor) -> None:
+        """Requests leave, slots [n], whose entries up to positions ``ends`` [n] are kept for what
+        continues them, and processed."""
 
     @abstractmethod
     def entry_features(self, features: Tensor) -> Tensor:
