@@ -226,7 +226,7 @@ class SavedJournals:
         pool.conv[layers, state_slot] = raw[:, count:]
 
     def forget_weights(self) -> None:
-        """As StateScheme's."""
+        """What was derived of weights is derived anew: others are in their places."""
         self._weights = None
 
     def _convolutions(self) -> Convolutions:

@@ -42,9 +42,6 @@ class StateScheme(ABC):
     on_device = False  # whether no method waits for the host, so that graphs can repeat a step
     has_journal = False  # whether accepted tokens wait in rows for a fold
 
-    def forget_weights(self) -> None:  # noqa: B027
-        """What was derived of weights is derived anew: others are in their places."""
-
     @abstractmethod
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         """The prompts of ``slots`` [n] are finished, and ``state_slots`` [n] hold the states after

@@ -122,7 +122,6 @@ def refill(runner: ModelRunner, config: EngineConfig) -> bool:
     load, make = loading.Loader(config, backend), partial(model_class(whole), model.config)
     if not load.refill(model, make, config.model_path, split):
         return False
-    runner.scheme.forget_weights()
     runner.journals.forget_weights()
     runner.adopt(config)
     backend.place.timestamp().wait()  # until then the files must stay

@@ -37,7 +37,6 @@ class ExactRows(TritonDeferred):
         super().__init__(config, size, table, pool)
         check_sizes(self.sizes, pool.ssm)
         self._rates: dict[int, Tensor] = {}  # layer -> A [H]
-        self._all_rates: Tensor | None = None
 
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights = layer.index, conv_weights(layer)
@@ -47,16 +46,11 @@ class ExactRows(TritonDeferred):
         state, skip = self.pool.ssm[i], skip_weights(layer)
         return tree_verify(rows, C, weights.A, skip, state, layout, self.sizes)
 
-    def forget_weights(self) -> None:
-        self._all_rates = None
-
     def _fold(self, folds: Folds) -> None:
-        if self._all_rates is None:
-            if len(self._rates) < self.size.layers:
-                return  # nothing has been verified, so all journals are empty
-            rates = [self._rates[i] for i in range(self.size.layers)]
-            self._all_rates = torch.stack(rates)
-        fold_journals(self.recurrence, self._all_rates, self.pool.ssm, folds, self.sizes)
+        if len(self._rates) < self.size.layers:
+            return  # nothing has been verified, so all journals are empty
+        rates = torch.stack([self._rates[i] for i in range(self.size.layers)])
+        fold_journals(self.recurrence, rates, self.pool.ssm, folds, self.sizes)
 
 
 class ExactPrefillContext(PlannedPrefill):
