@@ -31,6 +31,11 @@ class SlotAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def can_spare(self) -> bool:
+        """Whether a slot may keep what no known request asks for: an eighth stays free."""
+        return self.num_free > max(1, self.total // 8)
+
     def allocate(self, count: int) -> Indices | None:
         """``count`` ids, now the caller's. None, and nothing is taken, if fewer are free."""
         if count > len(self._free):

@@ -43,16 +43,6 @@ class SlotPools:
         """KV slots that are free or could be evicted from the cache."""
         return self.kv.num_free + self.cache.evictable_kv
 
-    @property
-    def has_spare_state(self) -> bool:
-        """Whether a state may be kept that no known request asks for: an eighth stays free."""
-        return self.states.num_free > max(1, self.states.total // 8)
-
-    @property
-    def has_spare_journal(self) -> bool:
-        """The same of journals."""
-        return self.journals.num_free > max(1, self.journals.total // 8)
-
     def gauges(self) -> dict[str, float]:
         """Slots by who has them; ``num_used_tokens`` leaves out what could be evicted."""
         cache, used = self.cache, self.kv.total - self.available_kv
@@ -86,7 +76,7 @@ class SlotPools:
     def reserve_spare(self, kind: StateKind, keep: Collection[int]) -> int | None:
         """A state slot for a state that no known request asks for: a free one, an eighth staying
         free, or for a document's that of another such state, which is not in ``keep``."""
-        if self.has_spare_state or (
+        if self.states.can_spare or (
             kind == "document" and self.cache.evict_spare(lambda node: node.state_slot in keep)
         ):
             return self.reserve_state(keep)

@@ -58,7 +58,7 @@ class TrailKeeper:
             return
         rows = message.JournalPart(trail.journal, trail.anchor, target)
         move = message.AnchorMove(rows, trail.state_slot)
-        if self.interval and self.slots.has_spare_state:
+        if self.interval and self.slots.states.can_spare:
             self._leave_behind(trail, move, request.processed)
         plan.message.moves.append(move)
         trail.anchor = target
@@ -67,7 +67,7 @@ class TrailKeeper:
         """Copies what is at the anchor before ``move``, if forks in the output may need it. known:
         position up to which the journal has rows."""
         last = trail.inside[-1] if trail.inside else Behind(trail.first, -1, -1, trail.first)
-        target, with_rows = move.journal.end, self.slots.has_spare_journal
+        target, with_rows = move.journal.end, self.slots.journals.can_spare
         if with_rows:
             wanted = target > max(last.end, last.position)
         else:
