@@ -70,7 +70,9 @@ class QueueingDrafter(Drafter):
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         tracked = [slot for slot in slots if self.tracks(slot)]
-        counts = dict(zip(tracked, self._counts(tracked), strict=True))
+        counts = {slot: self.bounds[slot] for slot in tracked}  # of pending entries, or more
+        if tracked and self.place.on_host:
+            counts = dict(zip(tracked, self.entries.waiting(tracked), strict=True))
         added = shape.depth + 1
         if shape == PLAIN:
             full = [slot for slot, n in counts.items() if n + added > self.max_pending]
@@ -84,12 +86,6 @@ class QueueingDrafter(Drafter):
         needs_catch_up = [slot for slot, n in counts.items() if n > self.max_accepted]
         # the same for all steps of a graph, so no more than steps with drafts leave
         return StepPart(shape, False, needs_catch_up, self.max_accepted)
-
-    def _counts(self, slots: Sequence[int]) -> list[int]:
-        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
-        if not self.place.on_host or not slots:
-            return [self.bounds[slot] for slot in slots]
-        return self.entries.waiting(list(slots))
 
     def untrack(self, slots: Sequence[int]) -> None:
         self.entries.pending.index_fill_(0, self.place.to_device(slots), UNTRACKED)
