@@ -1,7 +1,7 @@
 """Products with matrices of 16 bits that have few rows, for very few tokens, on a GPU.
 
-A program multiplies one row of the weight, which it loads as a whole while the previous kernel ends:
-a loop over the columns of so short a row would be over before its loads are under way.
+A program multiplies one row of the weight, which it loads as a whole while the previous kernel
+ends: a loop over the columns of so short a row would be over before its loads are under way.
 """
 
 import torch
