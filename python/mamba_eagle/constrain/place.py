@@ -44,8 +44,6 @@ def is_allowed(mask: Row, token: int) -> bool:
 
 def bits(tokens: Iterable[int], words: int) -> Row:
     """A mask of these tokens alone."""
-    row = np.zeros(words, dtype=np.uint32)
-    for token in tokens:
-        if 0 <= token < 32 * words:
-            row[token >> 5] |= np.uint32(1 << (token & 31))
-    return row
+    ids, flags = np.fromiter(tokens, dtype=np.int64), np.zeros(32 * words, dtype=np.bool_)
+    flags[ids[(ids >= 0) & (ids < len(flags))]] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)

@@ -7,6 +7,7 @@ tree asks these rules, and a request may have both.
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,25 +24,29 @@ class TokenRules:
         allowed = params.allowed_token_ids
         self._always = bits(allowed, words) if allowed else np.full(words, ~np.uint32(0))
         self._always &= ~bits([ids[0] for ids in params.bad_word_ids if len(ids) == 1], words)
-        self._longer: dict[int, list[list[int]]] = {}  # by the token before their last
+        # of longer ones the last tokens, by those before; and how many these are
+        self._ends: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for ids in params.bad_word_ids:
             if len(ids) > 1:
-                self._longer.setdefault(ids[-2], []).append(ids)
+                self._ends[tuple(ids[:-1])].add(ids[-1])
+        self._sizes = set(map(len, self._ends))
 
     def allows(self, token: int, output: Sequence[int]) -> bool:
-        return is_allowed(self._always, token) and token not in self._completed(output)
+        banned = any(token in ends for ends in self._completed(output))
+        return is_allowed(self._always, token) and not banned
 
     def restrict(self, mask: Row, output: Sequence[int]) -> None:
         """Take out of a mask what may not follow the output."""
         mask &= self._always
-        for token in self._completed(output):
-            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+        for ends in self._completed(output):
+            mask &= ~bits(ends, len(mask))
 
-    def _completed(self, output: Sequence[int]) -> Iterator[int]:
-        """The tokens that would complete a sequence."""
-        for ids in self._longer.get(output[-1], ()) if output else ():
-            if list(output[1 - len(ids) :]) == ids[:-1]:
-                yield ids[-1]
+    def _completed(self, output: Sequence[int]) -> Iterator[set[int]]:
+        """The tokens that would complete a sequence, by how long it is. A request may ban tens of
+        thousands of sequences, so none of them is looked at."""
+        for size in self._sizes:
+            if ends := self._ends.get(tuple(output[-size:])):
+                yield ends
 
 
 class AnyTokens:
