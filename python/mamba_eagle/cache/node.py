@@ -27,10 +27,11 @@ def as_tokens(token_ids: Sequence[int]) -> Tokens:
     return np.array(token_ids, dtype=np.int32)
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    size = min(len(a), len(b))
-    if size == 0 or a[0] != b[0]:
+def common_prefix(a: Tokens, b: Tokens, least: int = 1) -> int:
+    """Length of the longest common prefix. least: if it is shorter, 0 will do, for which a look at
+    the tokens before there is enough in most cases."""
+    size, few = min(len(a), len(b)), slice(max(least - 32, 0), least)
+    if size < least or a[0] != b[0] or (least > 1 and (a[few] != b[few]).any()):
         return 0
     differ = a[:size] != b[:size]
     first = int(differ.argmax())

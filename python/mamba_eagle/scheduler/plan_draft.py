@@ -21,6 +21,7 @@ class PlanDraft:
     untracked: list[Request] = field(default_factory=list)  # the drafter stops following them
     choice: Choice = Choice(PLAIN)  # of the decode step's shape
     short_of_kv: bool = False  # a running request skips this step for lack of KV slots
+    evicts: bool = False  # KV for its prompts, and what waiting requests need was marked for that
     reads: set[int] = field(default_factory=set)  # state slots that prompts start from
 
     @property

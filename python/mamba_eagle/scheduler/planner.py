@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 from mamba_eagle import message
 from mamba_eagle.cache.node import as_tokens
@@ -90,7 +91,7 @@ class Pauses:
 
     def __init__(self) -> None:
         self.mode: message.PauseMode | None = None  # None: no pause
-        self.later: list[Request] = []  # they wait for the end of a pause
+        self.later: dict[Request, None] = {}  # they wait for the end of a pause
         self.change: message.ChangeModel | None = None  # under way
         self.released: set[str] = set()  # memory that was given back, by tag
         self.version = DEFAULT_VERSION  # of the weights
@@ -115,17 +116,16 @@ class Pauses:
     def holds_back(self, request: Request) -> bool:
         """Whether a request that has just come is kept here."""
         if self.mode is not None:
-            self.later.append(request)
+            self.later[request] = None
         return self.mode is not None
 
     def forget(self, request: Request) -> None:
         """It has ended."""
-        if request in self.later:
-            self.later.remove(request)
+        self.later.pop(request, None)
 
-    def end(self) -> list[Request]:
+    def end(self) -> Collection[Request]:
         """The pause is over; returns those that may begin now."""
-        self.mode, later, self.later = None, self.later, []
+        self.mode, later, self.later = None, self.later, {}
         return later
 
     def problem(self, change: message.ChangeModel) -> str:

@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from mamba_eagle import message
@@ -127,9 +128,11 @@ class PrefillManager:
 
     def remove(self, request: Request) -> None:
         """It has ended, or its whole prompt is sent: wherever it is, it is not planned here."""
-        for requests in (self.waiting, self.chunked):
-            if request in requests:
-                requests.remove(request)
+        place = bisect.bisect_left(self.waiting, _place(request), key=_place)
+        if self.waiting[place : place + 1] == [request]:
+            del self.waiting[place]
+        if request in self.chunked:
+            self.chunked.remove(request)
 
     def schedule(self, plan: PlanDraft, holding: Sequence[Request], decodes: bool) -> list[Request]:
         """Fills ``plan`` with as many prompt tokens as the pace allows, begun prompts first.
@@ -146,9 +149,9 @@ class PrefillManager:
             return []
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
-        able = [request for request in self._in_order() if not request.waits_for_grammar]
+        able = (request for request in self._in_order() if not request.waits_for_grammar)
         some_wait_for_slot = False
-        for request in able[:LOOK_AHEAD]:
+        for request in islice(able, LOOK_AHEAD):
             if plan.short_of_kv or budget <= 0:
                 break
             if (adapter := request.adapter) is not None:
@@ -211,13 +214,14 @@ class PrefillManager:
     ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
         match = start.match
-        if self.slots.kv.num_free < len(request.to_prefill) - match.position:
-            self._mark_wanted(request)
         num_running = sum(not other.leaving for other in holding)
         # Replayed tokens are in the tree already. Once it has processed them they are locked there,
         # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
         headroom = replayed + (2 + num_running) * self.nodes
+        fresh = len(request.to_prefill) - match.position
+        if self.slots.kv.num_free < fresh <= self.slots.available_kv - headroom:
+            self._mark_wanted(request, plan)
 
         def take(keep: Collection[int] = (), in_place: bool = False) -> HeldSlots | None:
             tokens, salt = len(request.to_prefill), request.salt
@@ -243,9 +247,13 @@ class PrefillManager:
             plan.reads.update((match.state_slot, match.draft_state))
         return True
 
-    def _mark_wanted(self, request: Request) -> None:
+    def _mark_wanted(self, request: Request, plan: PlanDraft) -> None:
         """KV is about to be evicted for the request. What other waiting requests need goes last,
-        and of that what is needed latest goes first; by age it would be what is needed next."""
+        and of that what is needed latest goes first; by age it would be what is needed next. Once
+        in a plan: with long prompts it takes 10 ms."""
+        if plan.evicts:
+            return
+        plan.evicts = True
         for other in reversed(self.waiting[:LOOK_AHEAD]):
             if other is not request:
                 self.slots.match(other.to_prefill, other.hit_limit, other.salt)

@@ -94,7 +94,8 @@ class StateSaves:
             source = other.to_prefill
             if other.leaving:
                 source = as_tokens(other.tokens[: other.reusable or 0])
-            reach = min(common_prefix(source, request.to_prefill), request.hit_limit)
+            least = match.position + (1 if other.leaving else MIN_SHARED_TOKENS)
+            reach = min(common_prefix(source, request.to_prefill, least), request.hit_limit)
             if other.leaving:
                 better = other.will_serve(reach) > match.position
             else:
@@ -110,9 +111,10 @@ class StateSaves:
     ) -> list[int]:
         """Ends of prefixes shared with waiting requests; those that save most tokens first."""
         ends: Counter[int] = Counter()
+        least = held.hit.position + MIN_SHARED_TOKENS
         for other in waiting:
             if other is not request and other.salt == request.salt:
-                shared = common_prefix(request.to_prefill, other.to_prefill)
+                shared = common_prefix(request.to_prefill, other.to_prefill, least)
                 ends[min(shared, other.hit_limit, len(request.to_prefill) - 1)] += 1
         saved = {
             end: count * (end - held.hit.position)
