@@ -7,6 +7,8 @@ from mamba_eagle.cache.node import SPARE_KINDS, Node, StateKind
 from mamba_eagle.cache.order import LazyHeap, Rank
 from mamba_eagle.cache.tree import PrefixTree
 
+MIN_BELOW = 64  # nodes below a state, at least, that are looked at one by one
+
 
 class CachedStates:
     """Owns the state slots on the tree's nodes: each has the state after its node's last token.
@@ -116,15 +118,22 @@ class CachedStates:
 
     def _rerank_below(self, node: Node) -> None:
         """The node's state, or a journal there, has begun to count, so a hit on the next ones
-        below, or on those that the journal passes, saves less."""
-        stack = list(node.children.values())
+        below, or on those that the journal passes, saves less. Where there are far more nodes
+        below than states in all, these are all looked at."""
+        stack, left = [node], MIN_BELOW + 2 * len(self.order)
         while stack:
-            below = stack.pop()
-            counts = below.state_slot >= 0 and not below.spare
-            if counts:
-                self.order.put(below)
-            if not counts or below.end < node.end + self.longest_journal:
-                stack.extend(below.children.values())
+            above = stack.pop()
+            left -= len(above.children)
+            if left < 0:
+                for each in list(self.order):
+                    self.order.put(each)
+                return
+            for below in above.children.values():
+                counts = below.state_slot >= 0 and not below.spare
+                if counts:
+                    self.order.put(below)
+                if not counts or below.end < node.end + self.longest_journal:
+                    stack.append(below)
 
     def _rank(self, node: Node) -> Rank:
         """The lowest is evicted first."""

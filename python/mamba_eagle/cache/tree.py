@@ -37,6 +37,7 @@ class PrefixTree:
         """Forgets all nodes. Does not free their slots."""
         self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = 0  # KV slots owned
+        self.num_nodes = 0  # but the root
         self.evictable_kv = 0  # KV slots owned and not locked
         self.clock = 0  # counts matches, inserts, and what is attached
         self.leaves = LazyHeap(_leaf_rank)  # those that are not locked
@@ -157,6 +158,7 @@ class PrefixTree:
         """Frees its KV slots. It is not locked, and nothing hangs on it."""
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0
         self.leaves.remove(leaf)
+        self.num_nodes -= 1
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
@@ -173,6 +175,7 @@ class PrefixTree:
         end = parent.end + len(tokens)
         leaf = Node(parent, tokens.copy(), kv_slots, end, salt=salt, used_at=self.clock)
         parent.children[leaf.key] = leaf
+        self.num_nodes += 1
         self.leaves.remove(parent)
         self.leaves.put(leaf)
         self.num_kv += len(kv_slots)
@@ -183,6 +186,7 @@ class PrefixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Cuts the edge after ``at`` tokens. ``node`` keeps the lower part; returns the upper."""
         upper = node.cut(at)
+        self.num_nodes += 1
         self.watcher.split(upper, node)
         self.leaves.update(node)  # its first slot is another now
         return upper
@@ -191,19 +195,20 @@ class PrefixTree:
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers if the counters disagree with the tree."""
-        num_kv = evictable = 0
+        num_kv = num_nodes = evictable = 0
         leaves = set()
         for node in self.nodes():
             _check(node)
             num_kv += len(node.kv_slots)
+            num_nodes += 1
             evictable += len(node.kv_slots) if node.locks == 0 else 0
             if not node.children and node.locks == 0:
                 leaves.add(node)
-        found = (num_kv, evictable, len(leaves))
-        counted = (self.num_kv, self.evictable_kv, len(self.leaves))
+        found = (num_kv, num_nodes, evictable, len(leaves))
+        counted = (self.num_kv, self.num_nodes, self.evictable_kv, len(self.leaves))
         if found != counted or leaves != set(self.leaves):
             raise RuntimeError(
-                "radix cache: (KV slots, evictable KV slots, leaves without locks) are "
+                "radix cache: (KV slots, nodes, evictable KV slots, leaves without locks) are "
                 f"{found} in the tree but {counted} by its counters"
             )
         if problem := self.leaves.problem():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from mamba_eagle.cache.node import ADAPTED, CacheBelow, Journal, Match, Node, Tokens, common_prefix
 from mamba_eagle.cache.radix import RadixCache
@@ -16,6 +17,7 @@ from mamba_eagle.message.indices import Indices, indices
 # Units of a state that must save a token to go down. A 9B runs 100 tokens while one of its states,
 # 8,763 units, is copied.
 UNITS_PER_TOKEN = 64
+MIN_FRESH = 64  # nodes that got a state and may have lost it again, however few have one
 
 
 class Device(Shelf):
@@ -147,6 +149,8 @@ class Passage(CacheBelow):
 
     def state_came(self, node: Node) -> None:
         if self.eager:
+            if len(self.fresh) > 2 * self.upper.cache.num_states + MIN_FRESH:  # most have none now
+                self.fresh = {each: None for each in self.fresh if each.state_slot >= 0}
             self.fresh[node] = None
 
     def flushed(self) -> None:
@@ -154,7 +158,7 @@ class Passage(CacheBelow):
 
     def write_down(self, most: int) -> None:
         """Copies up to ``most`` states that have come since they were last looked at."""
-        for node in list(self.fresh)[:most]:
+        for node in list(islice(self.fresh, most)):
             del self.fresh[node]
             self.descend(node)
 

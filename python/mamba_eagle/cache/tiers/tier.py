@@ -121,10 +121,12 @@ class Tier(Shelf):
 
     def forget(self, node: Node) -> None:
         """The node and all below it are of no use; what copies hold is left to the next call."""
-        for child in list(node.children.values()):
-            self.forget(child)
-        if not node.children and not node.locks and node.parent is not None:
-            self.cache.remove(node)
+        found = [node]
+        for each in found:  # a path may have more nodes than Python has frames
+            found.extend(each.children.values())
+        for each in reversed(found):
+            if not each.children and not each.locks and each.parent is not None:
+                self.cache.remove(each)
 
     def check_integrity(self, held: int) -> None:
         """held: units that copies hold for what is to come.
