@@ -22,6 +22,8 @@ from mamba_eagle.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("mamba_eagle.scheduler")
 CHECK_SECONDS = 1.0  # minimum time between two integrity checks
+MAX_CHECKED = 8192  # nodes of the prefix cache: a check of more makes a new request wait
+RECEIVE_SECONDS = 0.005  # for what has come from the server, before runners get the next plan
 GOODBYE_MS = 500  # time for Shutdown to reach the runner
 
 
@@ -108,6 +110,7 @@ class SchedulerProcess:
 
     def receive_requests(self) -> None:
         outputs = self.scheduler.expire(time.time())
+        until = time.monotonic() + RECEIVE_SECONDS
         while (asked := self.requests.receive(timeout_ms=0)) is not None:
             self.changed = True
             match asked:
@@ -119,6 +122,8 @@ class SchedulerProcess:
                     outputs += self.scheduler.stop_at(asked.rid, asked.num_tokens, asked.matched)
                 case _:
                     self.answers.take(asked)
+            if time.monotonic() >= until:
+                break  # the rest in the next turn
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -153,7 +158,8 @@ class SchedulerProcess:
         self.answers.answer_waiting()
         now = time.monotonic()
         if self.changed and self.scheduler.idle and now - self.checked_at >= CHECK_SECONDS:
-            self.scheduler.check_integrity()
+            if self.scheduler.num_nodes <= MAX_CHECKED:
+                self.scheduler.check_integrity()
             self.changed = False
             self.checked_at = now
 

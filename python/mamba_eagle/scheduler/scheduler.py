@@ -185,6 +185,12 @@ class Scheduler(Planner):
         self.tiers.check_integrity()
         self.adapters.check_integrity(sum(each.adapter is not None for each in self._admitted))
 
+    @property
+    def num_nodes(self) -> int:
+        """Of the prefix cache's trees, each of which ``check_integrity`` looks at."""
+        lower = [passage.lower.cache for passage in self.tiers.passages]
+        return sum(cache.num_nodes for cache in (self.slots.cache, *lower))
+
     def state(self) -> dict[str, float]:
         """Gauges and counters."""
         waiting = self.prefill.waiting

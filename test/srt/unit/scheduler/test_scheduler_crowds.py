@@ -4,10 +4,13 @@ counted, since a busy machine's seconds say nothing."""
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from fake_runner import FakeRunner
 
 from mamba_eagle.cache.node import as_tokens, common_prefix
@@ -16,7 +19,8 @@ from mamba_eagle.cache.tiers.passage import MIN_FRESH, FromDevice
 from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate, TierSizes
+from mamba_eagle.message import Abort, Generate, TierSizes
+from mamba_eagle.scheduler import process
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.scheduler import Scheduler
 
@@ -80,6 +84,37 @@ def test_prefixes_are_as_long_as_said_where_short_ones_are_of_no_use() -> None:
         whole = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
         found = common_prefix(a, b, least)
         assert found == whole or (found == 0 and whole < least)
+
+
+def test_plans_do_not_wait_until_no_more_requests_come(monkeypatch) -> None:
+    """4,096 took 0.4 s, in which no step was planned."""
+    clock, waiting = [0.0], deque(Abort(rid="none") for _ in range(100))
+
+    def receive(timeout_ms: int) -> Abort | None:
+        clock[0] += 0.001
+        return waiting.popleft() if waiting else None
+
+    monkeypatch.setattr(process.time, "monotonic", lambda: clock[0])
+    busy = object.__new__(process.SchedulerProcess)
+    busy.scheduler, busy.requests = scheduler(), SimpleNamespace(receive=receive)
+    busy.receive_requests()
+    assert 90 <= len(waiting) < 100
+    while waiting:
+        busy.receive_requests()
+
+
+@pytest.mark.parametrize("nodes", [process.MAX_CHECKED, process.MAX_CHECKED + 1])
+def test_an_idle_process_does_not_check_a_cache_that_takes_long(nodes: int, monkeypatch) -> None:
+    """A million small nodes took 5.6 s, and who came meanwhile waited."""
+    crowd = scheduler(kv_slots=nodes)
+    many_leaves(crowd.slots.cache, nodes)
+    idle = object.__new__(process.SchedulerProcess)
+    idle.scheduler, idle.answers = crowd, SimpleNamespace(answer_waiting=lambda: None)
+    idle.changed, idle.checked_at = True, -process.CHECK_SECONDS
+    checks = []
+    monkeypatch.setattr(crowd, "check_integrity", lambda: checks.append(0))
+    idle.when_idle()
+    assert len(checks) == (nodes <= process.MAX_CHECKED)
 
 
 def many_leaves(cache: RadixCache, count: int, prompt: Sequence[int] = ()) -> None:
