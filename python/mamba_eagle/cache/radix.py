@@ -249,11 +249,12 @@ class RadixCache(PrefixTree):
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────
 
-    def evict_kv(self, count: int) -> int:
+    def evict_kv(self, count: int, most: int = -1) -> int:
         """Frees at least ``count`` KV slots, or all that are unlocked; returns how many. A leaf is
-        evicted as a whole, together with its state."""
+        evicted as a whole, together with its state. most: leaves, if not negative."""
         freed = 0
-        while freed < count and (leaf := self.leaves.first()) is not None:
+        while freed < count and most != 0 and (leaf := self.leaves.first()) is not None:
+            most -= 1
             freed += len(leaf.kv_slots)
             self.below.leaf_goes(leaf)
             self.remove(leaf)

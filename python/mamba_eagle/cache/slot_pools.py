@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.node import Node, StateKind
+from mamba_eagle.cache.node import Match, Node, StateKind
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message import AnchorMove, CacheNode
 from mamba_eagle.message.indices import Indices
@@ -110,6 +110,16 @@ class SlotPools:
                 return None
             self.cache.evict_kv(missing)
         return self.kv.allocate(count)
+
+    def make_room(self, match: Match, count: int, most: int) -> bool:
+        """Evicts up to ``most`` leaves for ``count`` KV slots beside what was matched. Returns
+        False if more have to go."""
+        cache = self.cache
+        cache.lock(match.node)
+        cache.evict_kv(count - self.kv.num_free, most)
+        done = self.kv.num_free >= count or cache.leaves.first() is None
+        cache.unlock(match.node)
+        return done
 
     def check_sums(self, kv: int, states: int, journals: int, requests: int) -> None:
         """Raises: RuntimeError unless what is free, cached and held is all there is. Arguments:

@@ -22,6 +22,7 @@ class PlanDraft:
     choice: Choice = Choice(PLAIN)  # of the decode step's shape
     short_of_kv: bool = False  # a running request skips this step for lack of KV slots
     evicts: bool = False  # KV for its prompts, and what waiting requests need was marked for that
+    evicts_more: bool = False  # KV for a prompt that running requests would wait for: the next plan
     reads: set[int] = field(default_factory=set)  # state slots that prompts start from
 
     @property

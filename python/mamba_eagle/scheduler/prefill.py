@@ -79,6 +79,7 @@ MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at
 PIPELINE_SHARE = 4
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts
+MAX_EVICTED = 2048  # leaves of the cache that a plan evicts for prompts beside running requests
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 
@@ -172,7 +173,8 @@ class PrefillManager:
             if self._comes_from_below(request, start, plan):
                 continue
             if not self._admit(request, start, plan, [*holding, *admitted]):
-                self.turned_away.append(request)
+                if not plan.evicts_more:
+                    self.turned_away.append(request)
                 break  # none may overtake it
             plan.message.adapters += self.adapters.enter(adapter)
             admitted.append(request)
@@ -222,6 +224,9 @@ class PrefillManager:
         fresh = len(request.to_prefill) - match.position
         if self.slots.kv.num_free < fresh <= self.slots.available_kv - headroom:
             self._mark_wanted(request, plan)
+            if num_running and not self.slots.make_room(match, fresh, MAX_EVICTED):
+                plan.evicts_more = True
+                return False
 
         def take(keep: Collection[int] = (), in_place: bool = False) -> HeldSlots | None:
             tokens, salt = len(request.to_prefill), request.salt

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +21,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Abort, Generate, TierSizes
 from mamba_eagle.scheduler import process
+from mamba_eagle.scheduler.prefill import MAX_EVICTED
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.scheduler import Scheduler
 
@@ -184,3 +185,29 @@ def test_a_long_path_of_small_nodes_below_can_be_forgotten() -> None:
     tier.forget(top)
     assert cache.num_nodes == 0 and tier.units.num_free == 3000
     tier.check_integrity(0)
+
+
+def test_a_prompt_that_many_leaves_are_evicted_for_waits_some_plans() -> None:
+    """65,536 leaves took 0.4 s, and a running request waited."""
+    crowd = scheduler(kv_slots=3 * MAX_EVICTED)
+    slots, runner = crowd.slots, FakeRunner(3 * MAX_EVICTED, 40, 8, 1000)
+    crowd.runner.context_length = 3 * MAX_EVICTED
+    long = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    assert not crowd.add(Generate(rid="runs", token_ids=[1, 2, 3], sampling=long))
+    many_leaves(slots.cache, slots.kv.num_free - 110)
+    plans = [crowd.plan()]
+    crowd.process(runner.execute(plans[0]))
+    prompt = list(range(2 * MAX_EVICTED + 100))
+    first = Generate(rid="new", token_ids=prompt, sampling=ONE, priority=1)
+    assert not crowd.add(first)
+    evicted = [slots.cache.evicted_kv]
+    while not crowd.prefill.chunked and len(plans) < 9:
+        plan = crowd.plan()
+        if plan is not None:
+            evicted.append(slots.cache.evicted_kv)
+            plans.append(plan)
+            assert plan.decode is not None and not crowd.stats.num_retracted
+            crowd.process(runner.execute(plan))
+    assert 3 <= len(evicted) <= 5
+    assert all(after - before <= MAX_EVICTED for before, after in pairwise(evicted))
+    crowd.check_integrity()
