@@ -79,6 +79,7 @@ MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at
 PIPELINE_SHARE = 4
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts
+LOGPROBS_PER_TOKEN = 16  # of a prompt, that cost as much of a step's budget as a token
 MAX_EVICTED = 2048  # leaves of the cache that a plan evicts for prompts beside running requests
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
@@ -264,11 +265,12 @@ class PrefillManager:
                 self.slots.match(other.to_prefill, other.hit_limit, other.salt)
 
     def _cut(self, request: Request, budget: int, plan: PlanDraft) -> int:
-        """Plans the next chunk; returns its length."""
+        """Plans the next chunk; returns what it takes of the budget, in tokens."""
         held = request.held
         assert held is not None
         start = held.inserted
-        end = min(start + budget, len(request.to_prefill))
+        cost = _cost(request) if start + budget > request.asked.logprob_start else 1
+        end = min(start + max(budget // cost, 1), len(request.to_prefill))
         saves = self.saves.choose(request, held, end, plan, self.waiting[:LOOK_AHEAD])
         if end == len(request.to_prefill) and self.saves.keeps_output(request):
             self.slots.start_trail(held, end, plan.reads)
@@ -279,7 +281,7 @@ class PrefillManager:
             item.first = self._first(request, held)
         plan.prompts.append(request)
         plan.message.prefill.append(item)
-        return end - start
+        return (end - start) * cost
 
     def _first(self, request: Request, held: HeldSlots) -> message.FirstChunk:
         """What the first chunk alone says."""
@@ -316,6 +318,14 @@ def _place(request: Request) -> tuple[int, bool, int]:
     """In the queue, the smallest first."""
     priority, order = rank(request)
     return priority, request.retractions == 0, order
+
+
+def _cost(request: Request) -> int:
+    """Of a prompt's token, in tokens without logprobs: all processes handle each of these alone."""
+    asked, logprobs = request.asked, 0
+    if request.wants_input_logprobs:
+        logprobs = 1 + asked.top_logprobs + len(asked.token_ids_logprob)
+    return 1 + logprobs // LOGPROBS_PER_TOKEN
 
 
 def _chunk(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,3 +212,28 @@ def test_a_prompt_that_many_leaves_are_evicted_for_waits_some_plans() -> None:
     assert 3 <= len(evicted) <= 5
     assert all(after - before <= MAX_EVICTED for before, after in pairwise(evicted))
     crowd.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"),
+    [
+        ({}, 512, 512),
+        ({"top_logprobs": 64, "logprob_start": 0}, 50, 128),
+        ({"token_ids_logprob": [1] * 999, "logprob_start": 0}, 1, 9),
+        ({"top_logprobs": 64, "logprob_start": 600}, 512, 512),
+    ],
+)
+def test_a_step_makes_no_more_logprobs_than_it_has_time_for(
+    asked: dict[str, Any], least: int, most: int
+) -> None:
+    """8,192 tokens with 64 logprobs each took the runner 0.16 s and the scheduler 0.11."""
+    crowd = scheduler()
+    crowd.prefill.pace.most = 512
+    for i in range(2):
+        given = Generate(
+            rid=f"r{i}", token_ids=[i] * 900, sampling=ONE, return_logprob=True, **asked
+        )
+        assert not crowd.add(given)
+    plan = crowd.plan()
+    assert plan is not None
+    assert least <= sum(len(item.token_ids) for item in plan.prefill) <= most
