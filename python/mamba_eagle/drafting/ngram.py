@@ -1,6 +1,7 @@
 """NGRAM: no weights. Drafts the tokens that followed the same n-gram earlier, in the request's own
 text or in those of finished requests."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
+
+MAX_LEFT = 64  # texts that wait to be counted
+MAX_LEFT_TOKENS = 65536  # of one of them: its last ones
 
 
 class NgramIndex:
@@ -52,6 +56,9 @@ class NgramIndex:
         self.lengths = np.zeros(requests, np.int64)
         self.counted = np.zeros(requests, np.int64)  # tokens counted below the request's root
         self.roots = np.zeros(requests, np.int64)  # node of the request's root; 0: no request
+        # texts of requests that have left, from the first token on that is not counted
+        self.left: deque[tuple[NDArray[np.int32], int]] = deque(maxlen=MAX_LEFT)
+        self.may_count = cpu.MAX_COUNTED  # tokens of these in this step
         self.finished = int(cpu.new_root(self.nodes, self.buckets, self.state))
 
     @staticmethod
@@ -73,11 +80,28 @@ class NgramIndex:
         self.lengths[slot] += len(tokens)
 
     def end(self, slot: int, keep: int) -> None:
-        """The request leaves; the first ``keep`` tokens of its text join the finished texts."""
+        """The request leaves; the first ``keep`` tokens of its text join the finished texts, in
+        this step or, if these are many, in later ones."""
         self.nodes[self.roots[slot], cpu.USED] = 0
         self.roots[slot] = 0
-        trie, end = (self.nodes, self.buckets, self.state), min(keep, int(self.lengths[slot]))
-        cpu.count(*trie, self.finished, self.texts[slot], 0, end, self.depth)
+        end = min(keep, int(self.lengths[slot]))
+        if end > 0:
+            self.left.append((self.texts[slot, max(end - MAX_LEFT_TOKENS, 0) : end].copy(), 0))
+        self._count_finished()
+
+    def begin_step(self) -> None:
+        self.may_count = cpu.MAX_COUNTED
+        self._count_finished()
+
+    def _count_finished(self) -> None:
+        while self.left and self.may_count:
+            text, first = self.left.popleft()
+            until = min(first + self.may_count, len(text))
+            trie = (self.nodes, self.buckets, self.state)
+            cpu.count(*trie, self.finished, text, first, until, self.depth)
+            self.may_count -= until - first
+            if until < len(text):
+                self.left.appendleft((text, until))
 
     def draft(self, slots: Sequence[int], shape: TreeShape, *tree: NDArray[Any]) -> None:
         """The most probable tree of ``shape`` for each of the request slots ``slots`` [b].
@@ -127,6 +151,7 @@ class NgramDrafter(Drafter):
         self._remember(device_slots, torch.ones_like(device_slots), tokens[:, None])
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        self.index.begin_step()
         return StepPart(shape, idle=self.untracked.issuperset(slots))
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:

@@ -17,6 +17,7 @@ from mamba_eagle.drafting.ngram import NgramIndex
 from mamba_eagle.drafting.ngram_trie import (
     CHILD,
     COUNT,
+    MAX_COUNTED,
     NEXT,
     PARENT,
     PREVIOUS,
@@ -62,7 +63,8 @@ def drafts(index: NgramIndex, slots: list[int], shape: TreeShape) -> list[Drafte
 
 
 def serve(index: NgramIndex, slot: int, text: list[int]) -> None:
-    """A request from its first token to its end."""
+    """A request from its first token to its end, in a step."""
+    index.begin_step()
     index.begin(slot, text)
     index.end(slot, len(text))
 
@@ -203,6 +205,30 @@ def test_what_a_request_wrote_is_its_own_until_it_ends_well() -> None:
     (tree,) = drafts(index, [2], chain)
     assert tree.tokens[:3] == [1, 2, 3], "its first three tokens were kept"
     assert tree.tokens[3] != 4, "and no more"
+
+
+def test_long_texts_are_counted_in_several_steps() -> None:
+    """60,000 tokens took 0.4 s, at their first trees and when they had ended."""
+    chain, size = TreeShape(topk=1, depth=3, nodes=4), 3 * MAX_COUNTED
+    index = NgramIndex(2, size, 100_000, 4)
+    text = random.Random(3).sample(range(100_000), size)
+    index.begin(0, text)
+    for steps in range(1, 4):
+        drafts(index, [0], chain)
+        assert index.counted[0] == steps * MAX_COUNTED
+    index.begin(1, [5, 6, 7])
+    drafts(index, [0, 1], chain)
+    assert index.counted[1] == 3, "short ones do not wait for long ones"
+    index.end(0, size)
+    for steps in range(1, 3):
+        index.begin(1, text[steps * MAX_COUNTED - 10 :][:5])
+        (tree,) = drafts(index, [1], chain)
+        assert tree.tokens == text[steps * MAX_COUNTED - 6 :][:4]
+        index.begin(1, text[steps * MAX_COUNTED + 10 :][:5])
+        (tree,) = drafts(index, [1], chain)
+        assert tree.tokens != text[steps * MAX_COUNTED + 14 :][:4]
+        index.begin_step()
+    assert not index.left
 
 
 def test_a_full_trie_forgets_what_was_not_seen_for_long() -> None:
