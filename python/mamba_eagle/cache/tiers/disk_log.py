@@ -11,6 +11,7 @@ Nothing that is read here is trusted: each record has a checksum, and so has eac
 import os
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -251,9 +252,9 @@ def read_export(path: str) -> ExportFile:
                 sums = [
                     record.sums[i : i + SUM_BYTES] for i in range(0, len(record.sums), SUM_BYTES)
                 ]
-                for unit, each in zip(units_of(record).tolist(), sums, strict=True):
-                    units[unit] = PlacedUnit(file.tell(), each)
-                    file.seek(unit_bytes, os.SEEK_CUR)
+                placed = map(PlacedUnit, count(file.tell(), unit_bytes), sums)
+                units.update(zip(units_of(record).tolist(), placed, strict=True))
+                file.seek(len(sums) * unit_bytes, os.SEEK_CUR)  # once: there may be a million units
                 records.append(record)
         except (msgspec.MsgspecError, ValueError) as error:
             raise TornFile("it is not what /export_prefix has answered, or a part of it") from error

@@ -7,6 +7,7 @@ Invariants go by their names in docs/design/cache-tiers.md.
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from fake_tiers import TieredRunner, tiered_server
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.node import StateKind, salt_number
-from mamba_eagle.cache.tiers.disk_log import Label, Record, framed, live, read_log
+from mamba_eagle.cache.tiers import disk_log
+from mamba_eagle.cache.tiers.disk_log import SUM_BYTES, Label, Record, framed, live, read_log
 from mamba_eagle.cache.tiers.tier import Pieces, Tier
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -245,6 +247,25 @@ def test_a_torn_or_changed_record_is_ignored_and_counted(tmp_path) -> None:
 def test_a_record_counts_until_a_newer_one_uses_its_units() -> None:
     records = [record_of(1, [0, 1]), record_of(2, [2, 3]), record_of(3, [3, 4]), record_of(4, [9])]
     assert [record.label.number for record in live(records, 6)] == [1, 3]
+
+
+def test_units_of_an_export_are_found_by_one_seek_for_each_record(tmp_path, monkeypatch) -> None:
+    """60,000 tokens took 0.25 s, in which the scheduler planned no step."""
+    path, seeks, record = tmp_path / "export", [], record_of(1, [*range(50)])
+    record.sums = random.Random(1).randbytes(50 * SUM_BYTES)
+    path.write_bytes(b'{"unit_bytes":8}\n' + framed(record) + bytes(8 * 50))
+
+    class File(io.BufferedReader):
+        def seek(self, *place):
+            seeks.append(place)
+            return super().seek(*place)
+
+    monkeypatch.setattr(disk_log, "open", lambda path, mode: File(io.FileIO(path)), raising=False)
+    found = disk_log.read_export(str(path))
+    start = path.stat().st_size - 8 * 50
+    assert [found.units[unit].offset for unit in range(50)] == [start + 8 * i for i in range(50)]
+    assert found.units[1].sum == record.sums[SUM_BYTES : 2 * SUM_BYTES]
+    assert len(seeks) == 1
 
 
 def test_units_have_one_owner() -> None:
