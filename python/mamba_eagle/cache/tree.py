@@ -40,6 +40,7 @@ class PrefixTree:
         self.num_nodes = 0  # but the root
         self.evictable_kv = 0  # KV slots owned and not locked
         self.clock = 0  # counts matches, inserts, and what is attached
+        self.num_walked = 0  # nodes, by all ``walk``s: what these take
         self.leaves = LazyHeap(_leaf_rank)  # those that are not locked
 
     def nodes(self) -> Iterator[Node]:
@@ -60,6 +61,7 @@ class PrefixTree:
         path: list[Node] = []
         node, length = self.root, 0
         data = tokens.tobytes()  # comparing bytes takes a quarter of the time
+        # nodes of one token are equal by their keys
         while length < len(tokens):
             child = node.children.get(child_key(salt, int(tokens[length])))
             if child is None:
@@ -67,10 +69,12 @@ class PrefixTree:
             child.used_at, child.used_time = self.clock, now
             path.append(child)
             end = child.end
-            if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
+            own = data[length * TOKEN_BYTES : end * TOKEN_BYTES]
+            if end - length > 1 and own != child.tokens.tobytes():
                 length += common_prefix(child.tokens, tokens[length:end])
                 break
             node, length = child, end
+        self.num_walked += len(path)
         return path, length
 
     def node_at(self, node: Node, position: int) -> Node:
@@ -111,9 +115,10 @@ class PrefixTree:
                 leaf.used_time, leaf.followed = now, followed and node.followed
                 return Inserted(len(tokens) - done, leaf, healed)
             child.used_at, child.used_time = self.clock, now
-            shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
+            size = len(child.tokens)
+            shared = common_prefix(child.tokens, tokens[done : done + size]) if size > 1 else 1
             above, node = node, child
-            if shared < len(child.tokens):
+            if shared < size:
                 node = self._split(child, shared)
             if followed and heals and above.followed and not node.followed:
                 node.followed = True

@@ -80,6 +80,7 @@ PIPELINE_SHARE = 4
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MAX_FETCHES = 4  # of a request: loads from lower tiers that it starts
 LOGPROBS_PER_TOKEN = 16  # of a prompt, that cost as much of a step's budget as a token
+MAX_WALKED = 16384  # nodes of the cache that a plan looks up prompts in, about: a microsecond each
 MAX_EVICTED = 2048  # leaves of the cache that a plan evicts for prompts beside running requests
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
@@ -152,9 +153,9 @@ class PrefillManager:
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
         able = (request for request in self._in_order() if not request.waits_for_grammar)
-        some_wait_for_slot = False
+        some_wait_for_slot, walked = False, self.slots.cache.num_walked
         for request in islice(able, LOOK_AHEAD):
-            if plan.short_of_kv or budget <= 0:
+            if plan.short_of_kv or budget <= 0 or self._has_walked_far(walked):
                 break
             if (adapter := request.adapter) is not None:
                 # others with adapters may not overtake it, or it might wait for ever
@@ -195,11 +196,18 @@ class PrefillManager:
         if not self.longest_match_first or len(self.waiting) > MAX_SORTED:
             return list(self.waiting)
 
-        def rank(request: Request) -> tuple[bool, int]:
+        ranks: dict[Request, tuple[bool, int]] = {}
+        walked = self.slots.cache.num_walked
+        for request in self.waiting:
+            if self._has_walked_far(walked):
+                return list(self.waiting)
             hit = self.slots.match(request.to_prefill, request.hit_limit, request.salt).position
-            return request.retractions == 0, -hit
+            ranks[request] = request.retractions == 0, -hit
+        return sorted(ranks, key=ranks.__getitem__)
 
-        return sorted(self.waiting, key=rank)
+    def _has_walked_far(self, before: int) -> bool:
+        """Since ``num_walked`` was that. Prompts that part at each token leave long paths."""
+        return self.slots.cache.num_walked - before > MAX_WALKED
 
     def _comes_from_below(self, request: Request, start: Start, plan: PlanDraft) -> bool:
         """A lower tier has more of its prompt, which is being copied to the device. It asks for
@@ -259,8 +267,10 @@ class PrefillManager:
         in a plan: with long prompts it takes 10 ms."""
         if plan.evicts:
             return
-        plan.evicts = True
+        plan.evicts, walked = True, self.slots.cache.num_walked
         for other in reversed(self.waiting[:LOOK_AHEAD]):
+            if self._has_walked_far(walked):
+                break
             if other is not request:
                 self.slots.match(other.to_prefill, other.hit_limit, other.salt)
 

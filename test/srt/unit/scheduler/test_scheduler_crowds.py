@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_runner import FakeRunner
+from fake_runner import VOCAB, FakeRunner
 
 from mamba_eagle.cache.node import as_tokens, common_prefix
 from mamba_eagle.cache.radix import RadixCache
@@ -21,7 +21,7 @@ from mamba_eagle.cache.tiers.tier import Tier
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Abort, Generate, TierSizes
-from mamba_eagle.scheduler import process
+from mamba_eagle.scheduler import prefill, process
 from mamba_eagle.scheduler.prefill import MAX_EVICTED
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -237,3 +237,31 @@ def test_a_step_makes_no_more_logprobs_than_it_has_time_for(
     plan = crowd.plan()
     assert plan is not None
     assert least <= sum(len(item.token_ids) for item in plan.prefill) <= most
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_plan_looks_up_no_more_prompts_than_it_has_time_for(policy: str, monkeypatch) -> None:
+    """64 prompts whose path had 2,900 nodes took 0.3 s."""
+    monkeypatch.setattr(prefill, "MAX_WALKED", 1000)
+    config = EngineConfig(speculative_algorithm="NONE", schedule_policy=policy)
+    runner = FakeRunner(3000, 40, 16, 1000)
+    crowd = Scheduler(config, runner.ready)
+    cache, path = crowd.slots.cache, [i % VOCAB for i in range(300)]
+    for i in range(len(path)):
+        prompt = [*path[:i], 1000 + i]
+        kv = cache.kv.allocate(len(prompt))
+        for position, slot in enumerate(kv):
+            runner.kv[slot] = prompt[position], position
+        done = cache.insert(cache.root, as_tokens(prompt), kv)
+        cache.kv.free(kv[: len(kv) - done.taken])
+    for i in range(32):
+        add(crowd, f"r{i}", [*path, i])
+    plans = []
+    while not crowd.idle:
+        before = cache.num_walked
+        plan = crowd.plan()
+        assert cache.num_walked - before <= 3 * 1300
+        if plan is not None:
+            plans.append(plan)
+        crowd.process(runner.execute(plans.pop(0)))
+    crowd.check_integrity()
