@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_runner import VOCAB, FakeRunner
+from msgspec.structs import astuple
 
 from mamba_eagle.cache.node import as_tokens, common_prefix
 from mamba_eagle.cache.radix import RadixCache
@@ -265,3 +266,13 @@ def test_a_plan_looks_up_no_more_prompts_than_it_has_time_for(policy: str, monke
             plans.append(plan)
         crowd.process(runner.execute(plans.pop(0)))
     crowd.check_integrity()
+
+
+def test_a_waiting_request_has_no_list_of_its_prompt() -> None:
+    """4,096 of 65,536 tokens would take 10 GB."""
+    crowd, asked = scheduler(), Generate(rid="r", token_ids=[*range(1000, 1500)], sampling=ONE)
+    assert not crowd.add(asked)
+    (waits,) = crowd.prefill.waiting
+    assert waits.tokens.tolist() == asked.token_ids  # the caller's is as it was
+    held = [*vars(waits).values(), *astuple(waits.asked)]
+    assert not [each for each in held if isinstance(each, list) and len(each) >= 500]
