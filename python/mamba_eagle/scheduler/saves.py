@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from mamba_eagle.cache.node import Match, StateKind, as_tokens, common_prefix
+import numpy as np
+
+from mamba_eagle.cache.node import Match, StateKind, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import MambaSettings
 from mamba_eagle.message import JournalPart, Ready, StateSave
@@ -92,8 +94,8 @@ class StateSaves:
             if other.salt != request.salt:
                 continue
             source = other.to_prefill
-            if other.leaving:
-                source = as_tokens(other.tokens[: other.reusable or 0])
+            if other.leaving:  # not a copy: many waiting ones may look at many long ones
+                source = np.frombuffer(other.tokens, dtype=np.int32)[: other.reusable or 0]
             least = match.position + (1 if other.leaving else MIN_SHARED_TOKENS)
             reach = min(common_prefix(source, request.to_prefill, least), request.hit_limit)
             if other.leaving:

@@ -4,6 +4,7 @@ counted, since a busy machine's seconds say nothing."""
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import count, pairwise
@@ -276,3 +277,35 @@ def test_a_waiting_request_has_no_list_of_its_prompt() -> None:
     assert waits.tokens.tolist() == asked.token_ids  # the caller's is as it was
     held = [*vars(waits).values(), *astuple(waits.asked)]
     assert not [each for each in held if isinstance(each, list) and len(each) >= 500]
+
+
+class Slices(array):
+    """Counts its copies."""
+
+    made = 0
+
+    def __getitem__(self, place):
+        Slices.made += isinstance(place, slice)
+        return super().__getitem__(place)
+
+
+def test_waiting_requests_copy_no_text_of_those_that_leave() -> None:
+    """64 that waited for what 64 of 60,000 tokens leave behind took 0.1 s."""
+    crowd, runner = scheduler(requests=4), FakeRunner(2000, 40, 4, 1000)
+    for i in range(4):
+        add(crowd, f"leaves{i}", [1, 2, i, *range(50)])
+    plan = crowd.plan()
+    crowd.process(runner.execute(plan))
+    leaving = list(crowd._admitted)
+    for request in leaving:
+        assert request.leaving
+        request.tokens = Slices("i", request.tokens)
+    for i in range(20):
+        add(crowd, f"r{i}", [1, 2, i % 4, *range(40), 9])
+    waiting, saves = list(crowd.prefill.waiting), crowd.prefill.saves
+    Slices.made = 0
+    found = [
+        saves.hit_is_coming(one, crowd.prefill.catch_up.start(one).match, leaving)
+        for one in waiting
+    ]
+    assert len(found) == 20 and Slices.made == 0
