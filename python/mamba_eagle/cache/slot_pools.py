@@ -138,12 +138,15 @@ class SlotPools:
                 )
 
 
+MAX_CHILDREN = 8192  # of a node, among which the most recently used are looked for
+
+
 def top_nodes(root: Node, max_nodes: int, max_tokens: int = 0) -> list[CacheNode]:
     """What a cache's tree looks like, for people: up to ``max_nodes`` nodes below ``root``, each
     after its parent; the most recently used ones, with up to ``max_tokens`` of their tokens.
 
     A node was used whenever one below it was, so these are found without a walk over the tree:
-    only the children of nodes that are returned are looked at.
+    only the children of nodes that are returned are looked at, the last ``MAX_CHILDREN`` that came.
     """
     now = time.monotonic()
     nodes: list[CacheNode] = []
@@ -154,7 +157,8 @@ def top_nodes(root: Node, max_nodes: int, max_tokens: int = 0) -> list[CacheNode
     def discover(parent: Node, index: int) -> None:
         nonlocal found
         wanted = max_nodes - len(nodes)
-        for child in heapq.nlargest(wanted, parent.children.values(), key=lambda n: n.used_at):
+        newest = list(parent.children.values())[-MAX_CHILDREN:]
+        for child in heapq.nlargest(wanted, newest, key=lambda n: n.used_at):
             found += 1
             heapq.heappush(heap, (-child.used_at, found, child, index))
 

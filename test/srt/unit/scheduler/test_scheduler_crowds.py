@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ import pytest
 from fake_runner import VOCAB, FakeRunner
 from msgspec.structs import astuple
 
-from mamba_eagle.cache.node import as_tokens, common_prefix
+from mamba_eagle.cache import slot_pools
+from mamba_eagle.cache.node import Node, as_tokens, common_prefix
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.cache.tiers.passage import MIN_FRESH, FromDevice
 from mamba_eagle.cache.tiers.tier import Tier
@@ -309,3 +310,18 @@ def test_waiting_requests_copy_no_text_of_those_that_leave() -> None:
         for one in waiting
     ]
     assert len(found) == 20 and Slices.made == 0
+
+
+def test_a_look_at_the_cache_does_not_look_at_all_children_of_a_node(monkeypatch) -> None:
+    """30,000 took 22 ms."""
+    crowd, looked = scheduler(kv_slots=9000), []
+    many_leaves(crowd.slots.cache, 9000)
+    largest = slot_pools.heapq.nlargest
+
+    def counted(most: int, nodes: Iterable[Node], key: Callable[[Node], int]) -> list[Node]:
+        return largest(most, nodes, key=lambda node: looked.append(node) or key(node))
+
+    monkeypatch.setattr(slot_pools.heapq, "nlargest", counted)
+    found = slot_pools.top_nodes(crowd.slots.cache.root, max_nodes=3, max_tokens=1)
+    assert [node.token_ids for node in found] == [[9999], [9998], [9997]]
+    assert len(looked) <= 8192
