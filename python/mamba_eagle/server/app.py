@@ -57,8 +57,11 @@ def get(path: str) -> Callable[[Handler], Handler]:
     return router.api_route(path, methods=["GET", "HEAD"])
 
 
-def plain_path(scope: Scope, root_path: str) -> None:
-    """A trailing slash, or --root-path in front, makes no difference."""
+def plain(scope: Scope, root_path: str) -> None:
+    """A trailing slash, or --root-path in front, makes no difference. Cookies are left out: FastAPI
+    would read them for each route, and Python takes 10 s for a quoted one of 64 KiB
+    (CVE-2024-7592)."""
+    scope["headers"] = [one for one in scope["headers"] if one[0] != b"cookie"]
     path = scope["path"]
     if root_path and f"{path}/".startswith(f"{root_path}/"):
         path = path[len(root_path) :]
@@ -83,7 +86,7 @@ def make_app(state: ServerState) -> FastAPI:
         keys = [*state.api_keys, *admin]
         app.add_middleware(AtRequest, begin=partial(need_key, keys=keys, open_paths=OPEN_PATHS))
     guard_origins(app, state.config)
-    app.add_middleware(AtRequest, begin=partial(plain_path, root_path=state.config.root_path))
+    app.add_middleware(AtRequest, begin=partial(plain, root_path=state.config.root_path))
     app.add_middleware(AtRequest, begin=named)
     if state.config.simulate_acc_len:
         app.add_middleware(AtRequest, begin=simulated(state.config.simulate_acc_len))
