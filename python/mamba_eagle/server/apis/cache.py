@@ -54,7 +54,7 @@ async def cache(request: Request, state: State) -> Response:
     """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
     adds the beginning of each one's text, and takes the admin key."""
     given = request.query_params.get("nodes", str(DEFAULT_NODES))
-    if not (given.isascii() and given.isdigit() and int(given[:9]) <= MAX_NODES):
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) <= MAX_NODES):
         raise RequestError.about("nodes", given, f"must be 0 to {MAX_NODES}")
     with_text = _wants_text(request, state)
     reply = await state.ask(int(given), MAX_TEXT_TOKENS if with_text else 0)

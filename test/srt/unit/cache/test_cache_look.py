@@ -134,7 +134,7 @@ def test_the_route_gives_numbers_and_no_tokens() -> None:
             nodes = reply.pop("nodes")
             assert reply == SHOWN and [node["tokens"] for node in nodes] == [20, 5, 9]
             assert len((await server.client.get("/cache?nodes=1")).json()["nodes"]) == 1
-            for wrong in ("-1", "1001", "x", "1.5", "٣"):
+            for wrong in ("-1", "1001", "x", "1.5", "٣", "0000000012345"):
                 refused = await server.client.get("/cache", params={"nodes": wrong})
                 assert refused.status_code == 400
                 assert "must be 0 to 1000" in refused.json()["error"]["message"]

@@ -215,7 +215,7 @@ def test_files_are_kept_listed_and_deleted() -> None:
             assert gone.json() == {"id": ids[1], "object": "file", "deleted": True}
             assert (await server.client.get(f"/v1/files/{ids[1]}")).status_code == 404
             assert (await server.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
-            for query in ("limit=0", "limit=x", "after=file-no"):
+            for query in ("limit=0", "limit=x", "limit=0000000012345", "after=file-no"):
                 assert (await server.client.get(f"/v1/files?{query}")).status_code == 400
 
     run(test())

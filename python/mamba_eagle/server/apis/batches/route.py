@@ -156,7 +156,7 @@ async def cancel(request: Request, id: str) -> Response:
 def _page(request: Request, found: Sequence[Batch | StoredFile]) -> Response:
     """A part of a list, as OpenAI's clients go through it."""
     given = request.query_params.get("limit", "100")
-    if not (given.isascii() and given.isdigit() and 0 < int(given[:9]) <= MAX_PAGE):
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and 0 < int(given) <= MAX_PAGE):
         raise RequestError.about("limit", given, f"must be 1 to {MAX_PAGE}")
     ids = [one.id for one in found]
     after = request.query_params.get("after")
