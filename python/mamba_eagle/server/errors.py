@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from mamba_eagle import limits
 from mamba_eagle.core import Failure, FinishReason, shown
 
 TYPES = {
@@ -42,7 +43,8 @@ class RequestError(Exception):
 
     @classmethod
     def about(cls, path: str, value: Any, remedy: str) -> RequestError:
-        """For a field's value."""
+        """For a field's value. Names within a path may be as long as the body."""
+        path = cut(path)
         return cls(f"{path} = {shown(value)}: {remedy}", param=path)
 
     def body(self) -> dict[str, Any]:
@@ -59,6 +61,10 @@ class RequestError(Exception):
     def response(self) -> Response:
         headers = {"Retry-After": str(self.retry_after)} if self.retry_after else None
         return json_response(self.body(), self.status, headers)
+
+
+def cut(text: str, most: int = limits.MAX_SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _sendable(text: str) -> str:

@@ -33,11 +33,11 @@ from mamba_eagle.constrain.structural_tag import structural_tag_grammar
 from mamba_eagle.constrain.trials import Verdict
 from mamba_eagle.constrain.vocabulary import own_words
 from mamba_eagle.core import shown
-from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
+from mamba_eagle.limits import MAX_CHOICES
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammar_trials import Judge
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, refuse_half_pairs, says
-from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.errors import RequestError, cut
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 OWN = ("regex", "json_schema", "ebnf", "structural_tag", "choice")
@@ -240,10 +240,6 @@ def refusal(path: str, inner: str, message: str, param: str = "") -> RequestErro
     if inner:
         path += "." + cut(inner)
     return RequestError(f"{path}: {cut(message, 400)}", param=param or path)
-
-
-def cut(text: str, most: int = MAX_SHOWN) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _own(body: Constrained, where: str) -> Iterator[_Asked]:

@@ -19,7 +19,7 @@ from pydantic_core import core_schema
 from mamba_eagle.core import Parameter, is_unicode, shown
 from mamba_eagle.limits import MAX_INTEGER
 from mamba_eagle.server.bodies import known
-from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.errors import RequestError, cut
 
 T = TypeVar("T")
 Schema = dict[str, Any]
@@ -416,27 +416,42 @@ class _OfModel(Kind):
         return self.describe(handler(self.model.__pydantic_core_schema__))
 
 
+_Place = tuple[Any, str] | None  # that of what it is in, and the end of its own path
+
+
 def refuse_half_pairs(values: dict[str, Any]) -> None:
     """values: by their paths. JSON can write halves of surrogate pairs, which no text has.
 
     Raises: RequestError 400 for the first text, or name in an object, that is no valid Unicode.
     """
-    waiting = list(reversed(values.items()))
+    # Paths are put together for the error alone: a name may be as long as the body, and what it
+    # holds may be many.
+    waiting: list[tuple[_Place, Any]] = [((None, name), one) for name, one in values.items()]
+    waiting.reverse()
     while waiting:
-        path, value = waiting.pop()
+        place, value = waiting.pop()
         if isinstance(value, str):
             if as_text(value) is None:
-                raise RequestError.about(path, value, TEXT.must)
+                raise RequestError.about(_path(place), value, TEXT.must)
         elif isinstance(value, dict):
             for name in value:
                 if as_text(name) is None:
+                    path = _path(place)
                     raise RequestError(
                         f"{path}: the name {shown(name)} must be a string of valid Unicode",
                         param=path,
                     )
-            waiting += [(f"{path}.{name}", inner) for name, inner in value.items()]
+            waiting += [((place, f".{name}"), inner) for name, inner in value.items()]
         elif isinstance(value, (list, tuple)):
-            waiting += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+            waiting += [((place, f"[{i}]"), inner) for i, inner in enumerate(value)]
+
+
+def _path(place: _Place) -> str:
+    parts = []
+    while place is not None:
+        place, part = place
+        parts.append(part)
+    return cut("".join(reversed(parts)))
 
 
 def _metadata(value: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import string
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from tiny_tokenizer import byte_level
 
 from mamba_eagle import limits
 from mamba_eagle.message import Abort, Generate
+from mamba_eagle.server.bodies.kinds import refuse_half_pairs
 from mamba_eagle.server.bodies.prompts import CHARACTERS_PER_TOKEN
 from mamba_eagle.server.bodies.reception import SMALL_BODY
+from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.text import BATCH_CHARACTERS, BATCH_TEXTS
 
 PROMPT = {"prompt": "a"}
@@ -363,6 +366,20 @@ def test_samples_that_were_ended_before_their_turn_never_reach_the_engine() -> N
             assert ended == sent
 
     run(test())
+
+
+def test_a_long_name_is_not_copied_for_each_value_in_it() -> None:
+    metadata = {"a": {"x" * 100_000: ["y"] * 1000}}
+    tracemalloc.start()
+    try:
+        refuse_half_pairs(metadata)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    metadata["a"]["x" * 100_000][7] = "\ud800"
+    with pytest.raises(RequestError) as raised:
+        refuse_half_pairs(metadata)
+    assert str(raised.value).startswith("a.xxx") and len(str(raised.value)) < 400
 
 
 def test_every_limit_is_in_the_docs() -> None:

@@ -231,6 +231,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"tools": [TOOL] * 500}, ["tools: 500 tools", "128"]),
     ({"input": [{"role": "user", "content": "a"}] * 5000}, ["input: 5000 items", "4096"]),
     ({"chat_template_kwargs": {"messages": []}}, ["chat_template_kwargs.messages", "argument"]),
+    ({"chat_template_kwargs": {".a" * 5000: 1}}, ["chat_template_kwargs..a.a", "... = 1: is not"]),
     ({"tools": [{**TOOL, "name": "a b"}]}, ['tools[0].name = "a b"', "letters"]),
     ({"tools": [{**TOOL, "parameters": 5}]}, ["tools[0].parameters = 5", "object"]),
     ({"tool_choice": "required"}, ["tool_choice", "needs tools"]),
