@@ -327,6 +327,14 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"messages": called("{")}, ["messages[1].tool_calls[0].function.arguments", "JSON object"]),
     ({"messages": called("[1]")}, ["messages[1].tool_calls[0].function.arguments", "JSON object"]),
     ({"messages": called(5)}, ["messages[1].tool_calls[0].function.arguments"]),
+    (
+        {"messages": called('{"a": [' + "[]," * 40_000 + "0]}")},
+        ["messages[1].tool_calls[0].function.arguments has 40002 arrays and objects", "32768"],
+    ),
+    (
+        {"messages": called('{"a": [' + "1," * 40_000 + "0]}")},
+        ["messages[1].tool_calls[0].function.arguments has too many numbers"],
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, ["messages[0].tool_calls", "list"]),
     ({"messages": [{"role": "tool", "content": "x"}]}, ["messages[0].tool_call_id = null"]),
     (

@@ -8,6 +8,7 @@ from mamba_eagle.limits import MAX_MESSAGES
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Content, Text, items, needs, read, says
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.http.json_body import UNSCANNED, scan
 
 
 def _content(value: Any) -> str | None:
@@ -99,6 +100,11 @@ def json_object(text: str, path: str) -> dict[str, Any]:
 
     Raises: RequestError 400
     """
+    if len(text) > UNSCANNED:  # a text that counts as one in its body may hold millions of lists
+        counts = scan(text.encode("utf-8", "surrogatepass"))
+        problem = counts.problem or counts.many_numbers and "has too many numbers: send fewer"
+        if problem:
+            raise RequestError(f"{path} {problem}", param=path)
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
