@@ -17,7 +17,7 @@ from mamba_eagle.message import Generate
 from mamba_eagle.server.apis.sse import json_parts, wait_for_success
 from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.kinds import Flag, needs, read, says, takes
-from mamba_eagle.server.bodies.prompts import limit_prompts
+from mamba_eagle.server.bodies.prompts import limit_prompts, limit_shared
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import ServerState, State
@@ -126,6 +126,7 @@ def _items(body: ScoreBody, state: ServerState) -> list[list[int]]:
         if not (query is None or isinstance(query, list)):
             raise RequestError.about("query", query, "must be token ids, as the items are")
         begin = state.prompts.check(query, "query") if query else []
+        limit_shared(begin, len(texts), "query")
         if not all(isinstance(one, list) for one in texts):
             remedy = "must be lists of token ids, as the first is"
             raise RequestError.about("items", texts, remedy)
@@ -137,6 +138,7 @@ def _items(body: ScoreBody, state: ServerState) -> list[list[int]]:
     if isinstance(query, list):
         raise RequestError.about("query", query, "must be a string, as the items are")
     start = "" if query is None else kinds.TEXT.take(query, "query")
+    limit_shared(start, len(texts), "query")
     return state.prompts.prompts(
         [one + start if item_first else start + one for one in checked], names
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mamba_eagle.core import prompt_problem
-from mamba_eagle.limits import MAX_PROMPTS
+from mamba_eagle.limits import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -142,6 +142,19 @@ def _end_of(text: str, tokenizer: TextTokenizer, tokens: int) -> str:
 def limit_prompts(value: Any, name: str, what: str = "prompts", most: int = MAX_PROMPTS) -> None:
     if isinstance(value, list) and len(value) > most:
         raise RequestError(f"{name}: {kinds.TooMany(what, len(value), most)}", param=name)
+
+
+def limit_shared(shared: str | list[int], count: int, name: str) -> None:
+    """shared: a part of each of ``count`` prompts, which are made together. Raises: RequestError"""
+    is_text = isinstance(shared, str)
+    most = MAX_PROMPT_TOKENS * (CHARACTERS_PER_TOKEN if is_text else 1)
+    if len(shared) * count > most:
+        what = "characters" if is_text else "tokens"
+        raise RequestError(
+            f"{name}: its {len(shared)} {what} in each of {count} prompts are more than the limit "
+            f"of {most} together: send fewer prompts at a time",
+            param=name,
+        )
 
 
 def count_prompts(value: Any) -> int:

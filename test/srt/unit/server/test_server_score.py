@@ -72,6 +72,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"items": [""]}, ["items[0]", "empty"]),
     ({"items": ["a"] * 4097}, ["items: 4097 prompts", "4096"]),
     ({"items": ["x" * 99]}, ["items[0]", "63"]),
+    ({"items": ["a"] * 4096, "query": "a" * 8193}, ["query: its 8193 characters", "4096 prompts"]),
     ({"query": [5]}, ["query = [5]", "string"]),
     ({"items": [[5]], "query": "a"}, ['query = "a"', "token ids"]),
     ({"label_token_ids": None}, ["label_token_ids = null"]),

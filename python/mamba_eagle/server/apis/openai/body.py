@@ -12,7 +12,12 @@ from mamba_eagle.server.apis.generate.body import TOP
 from mamba_eagle.server.bodies import kinds, known, sampling
 from mamba_eagle.server.bodies.grammars import Formatted, read_grammar
 from mamba_eagle.server.bodies.kinds import Body, Flag, Text, needs, read, says
-from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
+from mamba_eagle.server.bodies.prompts import (
+    ANY_PROMPTS,
+    count_prompts,
+    limit_prompts,
+    limit_shared,
+)
 from mamba_eagle.server.bodies.served import Job, Named, check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.state import ServerState
@@ -191,4 +196,5 @@ def _with_suffix(
         remedy = "a suffix is given, and no text begins with both: send one"
         raise RequestError.about("echo", True, remedy)
     (suffix,) = state.prompts.encode([body.suffix], ["suffix"], False)
+    limit_shared(suffix, len(prompts), "suffix")
     return [state.prompts.check(state.infill.around(ids, suffix), "prompt") for ids in prompts]
