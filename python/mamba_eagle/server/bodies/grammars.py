@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from threading import Lock
 from typing import Annotated, Any, NamedTuple
@@ -116,6 +117,10 @@ class Formatted(Constrained):
     response_format: Annotated[dict[str, Any] | None, RESPONSE_FORMAT] = says("of the output")
 
 
+# Those that the body which is being read has waited for: they may be more than are remembered.
+own_verdicts: ContextVar[Mapping[str, Verdict]] = ContextVar("own_verdicts")
+
+
 class Untried(Exception):
     """What reads a body needs verdicts on grammars: ``settle``, then read it again."""
 
@@ -123,11 +128,9 @@ class Untried(Exception):
         super().__init__(f"{len(unknown)} grammars are to be tried")
         self._grammars, self._unknown = grammars, unknown
 
-    async def settle(self) -> bool:
-        """True. Cancelling it ends the work. Raises: RequestError 503"""
-        for grammar in self._unknown:
-            await self._grammars.settle(grammar)
-        return True
+    async def settle(self) -> dict[str, Verdict]:
+        """By the grammars' names. Cancelling it ends the work. Raises: RequestError 503"""
+        return {one.name: await self._grammars.settle(one) for one in self._unknown}
 
 
 class Grammars:
@@ -165,7 +168,8 @@ class Grammars:
                 param=asked[0][1],
             )
         with self._lock:
-            verdicts = [self._known.get(grammar.name) for grammar, _ in asked]
+            known = {**self._known, **own_verdicts.get({})}
+        verdicts = [known.get(grammar.name) for grammar, _ in asked]
         unknown = [grammar for (grammar, _), verdict in zip(asked, verdicts) if verdict is None]
         if unknown:
             raise Untried(self, unknown)
@@ -177,15 +181,16 @@ class Grammars:
                 texts.append(verdict.text or grammar.text)
         return texts
 
-    async def settle(self, grammar: Grammar) -> None:
+    async def settle(self, grammar: Grammar) -> Verdict:
         """Learn the verdict, unless it is known."""
-        if grammar.name in self._known:
-            return
+        if (known := self._known.get(grammar.name)) is not None:
+            return known
         verdict = await self._judge.verdict(grammar)
         with self._lock:
             self._known[grammar.name] = verdict
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
+        return verdict
 
 
 class _Asked(NamedTuple):
@@ -209,8 +214,16 @@ def read_grammar(body: Constrained, grammars: Grammars, where: str = "") -> str:
 
     Raises: RequestError 400 that names the field, and the keyword that is to blame.
     """
-    found = read_constraint(body, grammars, where)
-    return grammars.check(*found) if found is not None else ""
+    return read_grammars([body], grammars, [where])[0]
+
+
+def read_grammars(
+    bodies: Sequence[Constrained], grammars: Grammars, places: Sequence[str]
+) -> list[str]:
+    """The same of several: what is not known of any of them is asked for at once."""
+    found = [read_constraint(body, grammars, where) for body, where in zip(bodies, places)]
+    texts = iter(grammars.check_all([one for one in found if one is not None]))
+    return [next(texts) if one is not None else "" for one in found]
 
 
 def read_constraint(body: Constrained, grammars: Grammars, where: str = "") -> Constraint | None:

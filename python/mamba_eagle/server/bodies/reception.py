@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from mamba_eagle.constrain.trials import Verdict
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY, MAX_TIMEOUT
-from mamba_eagle.server.bodies.grammars import Untried
+from mamba_eagle.server.bodies.grammars import Untried, own_verdicts
 from mamba_eagle.server.bodies.kinds import accepts_unknown
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.http.json_body import decode_object
@@ -67,11 +68,13 @@ class Bodies:
         try:
             body = await reception.body()
             timeouts: list[Any] = [self.timeout]  # what the body says comes last
+            verdicts: dict[str, Verdict] = {}
 
             def read() -> T:
                 values = decode_object(body)
                 timeouts[1:] = [values.get("timeout")]
                 accepts_unknown.set(self.allow_unknown_fields)
+                own_verdicts.set(verdicts)
                 return understand(values)
 
             while True:
@@ -82,7 +85,7 @@ class Bodies:
                     pool = self._chats if is_chat and pool is self._quick else pool
                     return await asyncio.get_running_loop().run_in_executor(pool, read)
                 except Untried as untried:
-                    await _settle(untried, request, timeouts)
+                    verdicts |= await _settle(untried, request, timeouts)
         finally:
             self.held -= reception.held
 
@@ -108,7 +111,9 @@ def client_left() -> RequestError:
     return RequestError("the client went away before its request was complete")
 
 
-async def _settle(untried: Untried, request: Request, timeouts: Sequence[Any]) -> None:
+async def _settle(
+    untried: Untried, request: Request, timeouts: Sequence[Any]
+) -> dict[str, Verdict]:
     """timeouts: in seconds; the least counts, and what cannot be one does not.
 
     Raises: RequestError
@@ -121,8 +126,9 @@ async def _settle(untried: Untried, request: Request, timeouts: Sequence[Any]) -
         raise RequestError(
             f"the grammar could not be tried within the request's {timeout:g} s", 504
         ) from None
-    if not settled:
+    if settled is None:
         raise client_left()
+    return settled
 
 
 class _Reception:

@@ -15,6 +15,7 @@ from server_harness import TOKENIZER, Harness, run, says, serving
 
 from mamba_eagle.constrain.vocabulary import Vocabulary, tokenizer_json
 from mamba_eagle.message import Generate
+from mamba_eagle.server.bodies import grammars
 
 VOCABULARY = Vocabulary(tokenizer_json(TOKENIZER.hf), 300, [2])
 SCHEMA = {
@@ -293,5 +294,27 @@ def test_a_server_that_cannot_constrain_says_why(reason: str) -> None:
             reply = await server.post("/generate", **body)
             wanted = "--skip-tokenizer-init" if missing else "eos_token_id"
             assert reply.status_code == 400 and wanted in reply.text, reply.text
+
+    run(test())
+
+
+def test_a_request_may_have_more_grammars_than_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of them are forgotten before the last ones are known."""
+    monkeypatch.setattr(grammars, "REMEMBERED", 2)
+    texts = [str(number) for number in range(5)]
+    readings = []
+    wanted = grammars.read_constraint
+    monkeypatch.setattr(
+        grammars, "read_constraint", lambda *own: readings.append(own) or wanted(*own)
+    )
+
+    async def test() -> None:
+        async with serving(says("hello")) as server:
+            asked = [{"regex": text, "max_new_tokens": 1} for text in texts]
+            reply = await server.post("/generate", text=texts, sampling_params=asked)
+            assert reply.status_code == 200, reply.text
+            assert len(readings) == 2 * len(texts)  # before the verdicts, and with them
 
     run(test())

@@ -4,13 +4,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Annotated, Any
 
 from mamba_eagle import limits
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.server.bodies import kinds, known
-from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammar
+from mamba_eagle.server.bodies.grammars import NAMES, Constrained, read_grammars
 from mamba_eagle.server.bodies.kinds import Flag, one_or_each, read, says
 from mamba_eagle.server.bodies.prompts import limit_prompts
 from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
@@ -182,11 +183,11 @@ def _each_sampling(body: GenerateBody, count: int) -> list[GenerateSampling]:
 def _read_samplings(
     body: GenerateBody, asked: list[GenerateSampling], state: ServerState
 ) -> list[SamplingParams]:
-    if isinstance(body.sampling_params, list):
-        places = [f"sampling_params[{i}]." for i in range(len(asked))]
-        read = [_read_sampling(one, where, state) for one, where in zip(asked, places)]
-    else:  # one object for all prompts is read once
-        read = [_read_sampling(asked[0], "sampling_params.", state)] * len(asked)
+    places, copies = [f"sampling_params[{i}]." for i in range(len(asked))], 1
+    if not isinstance(body.sampling_params, list):  # one object for all prompts is read once
+        asked, places, copies = asked[:1], ["sampling_params."], len(asked)
+    grammars = read_grammars(asked, state.grammars, places)
+    read = list(map(_read_sampling, asked, places, grammars, repeat(state))) * copies
     different = {tuple(one.stop) for one in read}
     if any(different):
         state.prompts.need_tokenizer("sampling_params.stop")
@@ -198,8 +199,9 @@ def _read_samplings(
     return read
 
 
-def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> SamplingParams:
-    grammar = read_grammar(one, state.grammars, where)
+def _read_sampling(
+    one: GenerateSampling, where: str, grammar: str, state: ServerState
+) -> SamplingParams:
     bad_words = one.bad_word_ids(state.prompts, where)
     return checked(one, state.vocabulary, where, grammar=grammar, bad_word_ids=bad_words)
 
