@@ -22,7 +22,7 @@ from mamba_eagle.config import ConfigError, ServerConfig, from_keywords
 from mamba_eagle.engine_loop import EngineError, EngineLaunch, EngineLoop, ThreadLaunch
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.bodies.grammars import whitespace_problems
-from mamba_eagle.server.http.asgi_client import Call
+from mamba_eagle.server.http.asgi_client import Call, encoded
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 Reply = dict[str, Any]
@@ -247,7 +247,7 @@ class _Events:
 
 
 async def _open(app: ASGIApp, path: str, body: Parameters) -> _Events:
-    return _Events(Call(app, path, body))
+    return _Events(Call(app, path, encoded(body)))
 
 
 async def _reply(app: ASGIApp, path: str, body: Parameters) -> Any:
@@ -260,7 +260,7 @@ async def _reply(app: ASGIApp, path: str, body: Parameters) -> Any:
 
 
 async def _post(app: ASGIApp, path: str, body: Parameters) -> Answer:
-    call = Call(app, path, body)
+    call = Call(app, path, encoded(body))
     text = await call.whole()
     return Answer(call.status, msgspec.json.decode(text or b"{}"))
 

@@ -119,7 +119,7 @@ async def run(engine: Engine, lines: Sequence[Line], done: Container[str], outpu
 async def _answer(engine: Engine, line: Line) -> dict[str, Any]:
     if line.problem:
         return line.refused()
-    return line.answered(*await engine.async_post(line.url, line.body))
+    return line.answered(*await engine.async_post(line.url, json.loads(line.body)))
 
 
 if __name__ == "__main__":

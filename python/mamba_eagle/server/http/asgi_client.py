@@ -15,20 +15,25 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
+def encoded(body: dict[str, Any]) -> bytes:
+    try:
+        # Numbers that are not finite stay what they are, for the body's reader to refuse.
+        return json.dumps(body, ensure_ascii=False, default=_plain).encode()
+    except UnicodeEncodeError:  # the reader of the body says what is wrong
+        return json.dumps(body, default=_plain).encode()
+
+
 class Call:
     """One POST of a JSON object. Ask for its ``whole`` reply, or iterate over ``pieces`` to the
     end, or call ``close``."""
 
-    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any], key: str = "") -> None:
-        """Must be made on the event loop of the application. key: one of its API keys; "": none."""
+    def __init__(self, app: ASGIApp, path: str, body: bytes, key: str = "") -> None:
+        """Must be made on the event loop of the application. body: the object, ``encoded``. key: one
+        of its API keys; "": none."""
         self._app = app
         self._path = path
         self._key = key
-        try:
-            # Numbers that are not finite stay what they are, for the body's reader to refuse.
-            self._body = json.dumps(body, ensure_ascii=False, default=_plain).encode()
-        except UnicodeEncodeError:  # the reader of the body says what is wrong
-            self._body = json.dumps(body, default=_plain).encode()
+        self._body = body
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._sent = False

@@ -126,10 +126,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
         if counts.problem:
             raise RequestError(f"the body {counts.problem}")
         if counts.many_numbers:
-            try:
-                fields = _decode_fields(body)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise _not_json(error) from None
+            fields = decode_fields(body)
             return {name: _decode_field(name, bytes(raw)) for name, raw in fields.items()}
     elif problem := problem_of(body):
         raise RequestError(f"the body {problem}")
@@ -137,6 +134,14 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {shown(value)}")
     return value
+
+
+def decode_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """An object whose values stay JSON. Raises: RequestError 400"""
+    try:
+        return _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from None
 
 
 def decode_whole(body: bytes) -> Any:

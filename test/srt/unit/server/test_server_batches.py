@@ -126,7 +126,7 @@ def test_each_line_is_a_request_and_wrong_ones_end_nothing() -> None:
 
 def test_a_long_reply_stands_in_its_line_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read and write it again would hold up all others: it may have a million logprobs."""
-    line, ends = Line('a "body": null', URL, {}), "\x85\u2028\u2029 é"
+    line, ends = Line('a "body": null', URL, b""), "\x85\u2028\u2029 é"
     body = msgspec.json.encode({"text": ends})
     monkeypatch.setattr(batches, "PIECE", 5)
     reply = asyncio.run(_reply(line, 200, body))
@@ -145,17 +145,34 @@ def test_a_line_may_have_as_much_in_it_as_a_body(inner: str, what: str, tmp_path
     assert line.problem.startswith("line 1 has 100") and what in line.problem
 
 
+def test_a_long_body_is_sent_as_it_stands_in_its_line(tmp_path: Path) -> None:
+    """To read and write two million token ids once more would hold up all others."""
+    path = tmp_path / "lines.jsonl"
+    body = '{"prompt":  ' + json.dumps([7] * 20_000) + ', "stream": %s}'
+    body_lines = [f'{{"url": "{URL}", "body": {body % streams}}}' for streams in ("0", "true")]
+    body_lines += ["[" + body_lines[0] + "]", body_lines[0].replace('{"prompt"', '[{"prompt"')]
+    path.write_text("\n".join(body_lines))
+    sent, *wrong = read_lines(path, (URL,))
+    assert sent.body.decode() == body % 0 and not sent.problem
+    for line, part in zip(wrong, ("stream = true", "not JSON", "not JSON")):
+        assert part in line.problem and not line.body
+
+
 def test_half_of_what_the_engine_runs_at_most_is_with_it() -> None:
     async def test() -> None:
         async with serving(silent) as server:
             made = await started(server, "\n".join(request_line(str(i)) for i in range(30)))
             await heard(server, 4)
+            other = await started(server, "\n".join(request_line(str(i)) for i in range(30)))
             await asyncio.sleep(0.1)
             assert len(server.engine.of(Generate)) == 4
             reply = await server.client.post(f"/v1/batches/{made['id']}/cancel")
             assert reply.json()["status"] in ("cancelling", "cancelled")
             found = await ended(server, made["id"])
             assert found["status"] == "cancelled" and found["output_file_id"] is None
+            await heard(server, 8)  # the other batch has their places
+            await server.client.post(f"/v1/batches/{other['id']}/cancel")
+            await ended(server, other["id"])
             assert server.manager.num_live == 0
             again = await server.client.post(f"/v1/batches/{made['id']}/cancel")
             assert again.json()["status"] == "cancelled"
