@@ -207,13 +207,20 @@ class Batch:
         self.set_status("finalizing")
 
     async def _work(self, store: BatchStore, lines: Iterator[Line]) -> None:
-        while (line := await self._next(lines)) is not None:
-            if line.problem:
-                reply = LineReply([json.dumps(line.refused()).encode()], True)
-            else:
-                reply = await store.reply(line, self.key)
-            await self._write(store.files, "error" if reply.is_error else "output", reply.parts)
-            self.counts["failed" if reply.is_error else "completed"] += 1
+        while True:
+            async with store.places:
+                line = await self._next(lines)
+                if line is None:
+                    return
+                await self._answer(store, line)
+
+    async def _answer(self, store: BatchStore, line: Line) -> None:
+        if line.problem:
+            reply = LineReply([json.dumps(line.refused()).encode()], True)
+        else:
+            reply = await store.reply(line, self.key)
+        await self._write(store.files, "error" if reply.is_error else "output", reply.parts)
+        self.counts["failed" if reply.is_error else "completed"] += 1
 
     async def _next(self, lines: Iterator[Line]) -> Line | None:
         async with self._reading:
@@ -269,10 +276,11 @@ class BatchStore:
         self.files = FileStore(folder)
         self._app, self._lifetime = app, lifetime
         self._batches: dict[str, Batch] = {}  # the oldest first
+        self.places = asyncio.Semaphore()  # of lines that are being answered
 
     def start(self, batch: Batch, at_once: int) -> None:
-        """at_once: lines that are with the engine, so that other requests find room beside them.
-        The oldest batch that has ended makes room.
+        """at_once: lines of all batches that are with the engine, so that other requests find room
+        beside them; batches take turns. The oldest batch that has ended makes room.
 
         Raises: RequestError 503
         """
@@ -283,6 +291,8 @@ class BatchStore:
                 message = f"{MAX_BATCHES} batches have not ended, the most: try again later"
                 raise RequestError(message, UNAVAILABLE, retry_after=60)
             del self._batches[ended[-1]]
+        if not self._batches:  # the first one
+            self.places = asyncio.Semaphore(at_once)
         self._batches[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(batch.run(self, at_once))
 

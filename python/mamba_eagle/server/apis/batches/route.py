@@ -122,7 +122,8 @@ async def delete_file(request: Request, id: str) -> Response:
 
 @router.post("/v1/batches", openapi_extra=takes(BatchBody))
 async def create(request: Request, state: State) -> Response:
-    """Each request of a file is answered, half as many at a time as the engine runs at most."""
+    """Each request of a file is answered; of all batches half as many at a time as the engine runs
+    at most."""
     key = key_of(request)
     body = await state.read_control(request, BatchBody)
     source = _store(request).files.find(key, body.input_file_id, "input_file_id")
