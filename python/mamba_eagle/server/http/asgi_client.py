@@ -28,7 +28,7 @@ class Call:
     end, or call ``close``."""
 
     def __init__(self, app: ASGIApp, path: str, body: bytes, key: str = "") -> None:
-        """Must be made on the event loop of the application. body: the object, ``encoded``. key: one
+        """Must be made on the event loop of the application. body: an object, ``encoded``. key: one
         of its API keys; "": none."""
         self._app = app
         self._path = path

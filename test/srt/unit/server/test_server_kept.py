@@ -15,6 +15,7 @@ from tiny_tokenizer import spell
 
 from mamba_eagle.core import Failure, FinishReason
 from mamba_eagle.message import Generate
+from mamba_eagle.server.apis.responses import body as responses
 from mamba_eagle.server.apis.responses.kept import KeptResponse, ResponseStore
 from mamba_eagle.server.errors import RequestError
 
@@ -193,3 +194,28 @@ def test_the_oldest_of_the_key_with_most_goes_first() -> None:
     assert store.of("a").size == 80 and len(store.of("a")) == 4
     store.of("a").remove("6")
     assert store.of("a").size == 70
+
+
+def test_a_conversation_that_goes_on_has_no_more_than_a_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of a row of responses would take longer to read than the last, up to minutes."""
+    monkeypatch.setattr(responses, "MAX_MESSAGES", 5)
+    long = {"type": "function_call_output", "call_id": "c" * 600_000, "output": "wet"}
+
+    async def test() -> None:
+        async with chatting(ends("</think>x"), max_body_size=1) as server:
+
+            async def again(made: dict[str, Any], *items: Any) -> httpx.Response:
+                return await server.post(PATH, input=items, previous_response_id=made["id"])
+
+            item = {"role": "user", "content": "a"}
+            one = await asked(server, input=[item, item])  # and the reply
+            assert (await again(one, item, item)).status_code == 200
+            reply = await again(one, item, item, item)
+            assert reply.status_code == 400 and "5 items" in reply.text
+            two = (await again(await asked(server, input=[long]), long)).json()
+            reply = await again(two, item)
+            assert reply.status_code == 400 and "--max-body-size" in reply.text
+
+    run(test())

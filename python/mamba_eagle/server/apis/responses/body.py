@@ -32,6 +32,7 @@ ITEMS = {
 ITEM_TEXTS = ("content", "summary", "output")
 ROLES = ("user", "assistant", "system", "developer")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
+PREVIOUS = "previous_response_id"
 LOGPROBS = "message.output_text.logprobs"
 TRUNCATION = kinds.Kind(
     lambda value: value if value == "disabled" else None,
@@ -147,7 +148,7 @@ def parse_response(values: dict[str, Any], state: ServerState, shelf: Shelf) -> 
     chat.values.setdefault("rid", f"resp_{uuid.uuid4().hex}")
     chat.put("max_tokens", body.max_output_tokens, "max_output_tokens")
     chat.put("parallel_tool_calls", body.parallel_tool_calls, "parallel_tool_calls")
-    items = _Input(chat).read(body, shelf)
+    items = _Input(chat).read(body, _kept(body, shelf, state.bodies.max_size))
     tools = _add_tools(chat, body.tools or [])
     _add_tool_choice(chat, body.tool_choice)
     chat.put("reasoning_effort", body.reasoning.effort, "reasoning.effort")
@@ -190,15 +191,15 @@ class _Input:
         self._answer: dict[str, Any] = {}
         self._answer_from = ""
 
-    def read(self, body: ResponseBody, shelf: Shelf) -> list[dict[str, Any]]:
-        """All items, as they are kept.
+    def read(self, body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All items, as they are kept. before: those of the conversation that goes on.
 
-        Raises: RequestError 400 or 404
+        Raises: RequestError 400
         """
         if body.instructions:
             self._system.append(body.instructions)
         kept = []
-        for own, entry in _entries(body, shelf):
+        for own, entry in _entries(body, before):
             item = _with_texts(read(Item, entry, own), own)
             self._take(item, own)
             read_of_it = {name: getattr(item, name) for name in ITEMS[item.type]}
@@ -263,12 +264,29 @@ class _Input:
             self.chat.add_message(answer, self._answer_from)
 
 
-def _entries(body: ResponseBody, shelf: Shelf) -> Iterator[tuple[str, Any]]:
-    """Items, each with the path of the field that it comes from. Raises: RequestError 404"""
-    if body.previous_response_id:
-        name = "previous_response_id"
-        for entry in shelf.find(body.previous_response_id, name).items():
-            yield name, entry
+def _kept(body: ResponseBody, shelf: Shelf, most_bytes: int) -> list[dict[str, Any]]:
+    """The items of the conversation that goes on: with the new ones no more than a body may have.
+
+    Raises: RequestError 400 or 404
+    """
+    if not body.previous_response_id:
+        return []
+    kept = shelf.find(body.previous_response_id, PREVIOUS)
+    items = kept.items() if kept.size <= most_bytes else None
+    new = len(body.input) if isinstance(body.input, list) else 1
+    if items is None or len(items) + new > MAX_MESSAGES:
+        raise RequestError(
+            f"{PREVIOUS}: the conversation has become longer than a request may be "
+            f"({MAX_MESSAGES} items, --max-body-size): send the part that matters as input",
+            param=PREVIOUS,
+        )
+    return items
+
+
+def _entries(body: ResponseBody, before: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Items, each with the path of the field that it comes from."""
+    for entry in before:
+        yield PREVIOUS, entry
     if isinstance(body.input, str):
         yield "input", {"role": "user", "content": body.input}
         return
