@@ -180,6 +180,25 @@ def test_half_of_what_the_engine_runs_at_most_is_with_it() -> None:
     run(test())
 
 
+def test_a_file_that_is_removed_is_answered_by_all_batches_that_have_begun() -> None:
+    """One that waits for the places of another one had not opened it yet."""
+
+    async def test() -> None:
+        async with serving(says("x")) as server:
+            text = "\n".join(request_line(str(i)) for i in range(30))
+            file = (await upload(server, text)).json()["id"]
+            body = {"input_file_id": file, "endpoint": URL}
+            made = [(await server.client.post("/v1/batches", json=body)).json() for _ in "abc"]
+            assert (await server.client.delete(f"/v1/files/{file}")).status_code == 200
+            for one in made:
+                found = await ended(server, one["id"])
+                assert found["request_counts"]["completed"] == 30, found
+            store = server.app.state.batches.files
+            assert len(list(store._folder.iterdir())) == len(store.of("")) == 3
+
+    run(test())
+
+
 def test_what_was_answered_before_a_cancel_stays() -> None:
     def script(request: Generate) -> Any:
         return (spell("x"), length_of(spell("x"))) if request.token_ids == spell("a") else None

@@ -105,8 +105,14 @@ class FileStore:
             raise RequestError(f"{param or 'file'} = {shown(id)}: {remedy}", 404, param)
         return file
 
+    def hold(self, file: StoredFile) -> Path:
+        """Another name of what it has, for who reads it later: it may be removed before."""
+        path = self.new_path()
+        os.link(file.path, path)
+        return path
+
     def remove(self, key: str, id: str) -> None:
-        """What reads it goes on. Raises: RequestError 404"""
+        """Who holds it goes on. Raises: RequestError 404"""
         file = self.find(key, id)
         file.path.unlink(missing_ok=True)
         self._used[key] -= file.size
@@ -136,6 +142,7 @@ class Batch:
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
         self._paths: dict[str, Path] = {}  # of those files
+        self.requests: Path  # its own name of the source
         self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
 
     def set_status(self, status: str, time_name: str = "") -> None:
@@ -188,12 +195,13 @@ class Batch:
             self.problem = "the batch failed; see the server log"
             self.set_status("failed")
         finally:
+            self.requests.unlink(missing_ok=True)
             for kind, path in self._paths.items():
                 name, purpose = f"{self.id}_{kind}.jsonl", "batch_output"
                 self.files[kind] = store.files.add(self.key, name, purpose, path)
 
     async def _answer_all(self, store: BatchStore, at_once: int) -> None:
-        path = self.source.path
+        path = self.requests
         self.counts["total"] = await asyncio.to_thread(_count_lines, path)
         self.set_status("in_progress")
         lines = read_lines(path, (self.endpoint,))
@@ -293,6 +301,7 @@ class BatchStore:
             del self._batches[ended[-1]]
         if not self._batches:  # the first one
             self.places = asyncio.Semaphore(at_once)
+        batch.requests = self.files.hold(batch.source)
         self._batches[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(batch.run(self, at_once))
 
