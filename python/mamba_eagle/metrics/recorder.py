@@ -27,7 +27,7 @@ from mamba_eagle.metrics.request_log import RequestLog
 
 if TYPE_CHECKING:
     from mamba_eagle.metrics.tracing import Tracer  # its packages are an extra
-    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+    from mamba_eagle.tokenizer.sample import Sample
 
 # The same numbers under the names of other servers: SGLang's are ours with another prefix; of
 # vLLM's those that load-aware routers read (Gateway API inference extension, llm-d, its own stack).
@@ -236,9 +236,9 @@ class Recorder:
         """Output tokens per verify step over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
-    def started(self, live: LiveRequest) -> None:
+    def started(self, sample: Sample) -> None:
         if self.log is not None:
-            self.log.started(live)
+            self.log.started(sample)
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
         """``new_tokens`` arrived at time ``now`` (time.time())."""

@@ -12,7 +12,7 @@ from mamba_eagle.limits import MAX_LOGGED_PROMPT
 from mamba_eagle.message import Generate
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+    from mamba_eagle.tokenizer.sample import Sample
     from mamba_eagle.tokenizer.text import TextTokenizer
 
 _DEFAULT = SamplingParams()
@@ -27,11 +27,10 @@ class RequestLog:
         self.prompts = prompts
         self.tokenizer: TextTokenizer | None = None  # set when loaded; for prompts
 
-    def started(self, live: LiveRequest) -> None:
-        for sample in live.samples:
-            prompt = sample.prompt
-            own = (shown(sample.rid), len(prompt.token_ids), sample.seed, self._described(prompt))
-            log.info("start %s: %d prompt tokens, seed %d, %s", *own)
+    def started(self, sample: Sample) -> None:
+        prompt = sample.prompt
+        own = (shown(sample.rid), len(prompt.token_ids), sample.seed, self._described(prompt))
+        log.info("start %s: %d prompt tokens, seed %d, %s", *own)
 
     def _described(self, prompt: Generate) -> str:
         """Sampling parameters other than defaults."""

@@ -39,8 +39,8 @@ def _message(sample: Sample) -> message.Generate:
 class Observer(Protocol):
     """Called for each event of a request, on the event loop; must not block."""
 
-    def started(self, live: LiveRequest) -> None:
-        """A request was accepted."""
+    def started(self, sample: Sample) -> None:
+        """It goes to the scheduler."""
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
         """``new_tokens`` of a sample came at time ``now``."""
@@ -197,7 +197,6 @@ class TokenizerManager:
             seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
             for i in range(prompt.n):
                 started.append(self._start(live, prompt, i, sample_seed(seed, i)))
-        self.recorder.started(live)
         self._send_turn(started)
         if started and not self._unsent:
             self._spawn(self._send_unsent())
@@ -252,6 +251,7 @@ class TokenizerManager:
             sample = samples.popleft()
             if sample.finish is not None:
                 continue
+            self.recorder.started(sample)
             sample.sent = True
             self._sender.send(_message(sample))
             tokens += len(sample.prompt.token_ids)

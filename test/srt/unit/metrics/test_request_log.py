@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 from typing import Any
 
 import pytest
-from server_harness import run, says, serving
+from server_harness import run, says, serving, silent
 
 from mamba_eagle.logs import JsonFormatter, Rarely
 
@@ -40,6 +41,21 @@ def test_what_clients_send_is_escaped(log_prompts: bool, caplog: pytest.LogCaptu
     assert "2 stop strings" in start
     assert ("secret prompt" in start) == ("secret stop" in start) == log_prompts
     assert ('"lo"' in end) == log_prompts and "secret" not in end
+
+
+def test_many_samples_have_their_lines_in_turns(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(silent, log_requests=True, max_queued_requests=500) as server:
+            asked = server.post("/generate", text="a", rid="many", sampling_params={"n": 500})
+            task = asyncio.ensure_future(asked)
+            while server.manager.num_live < 500:
+                await asyncio.sleep(0)
+            assert 0 < len(caplog.records) < 100
+            await server.post("/abort_request", rid="many")
+            await task
+
+    with caplog.at_level(logging.INFO, "mamba_eagle.requests"):
+        run(test())
 
 
 def test_json_lines_have_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
