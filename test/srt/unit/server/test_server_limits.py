@@ -389,3 +389,25 @@ def test_every_limit_is_in_the_docs() -> None:
     documented = {name: float(value.replace(",", "")) for name, value in rows.items()}
     values = {name: float(value) for name, value in vars(limits).items() if name.isupper()}
     assert documented == values
+
+
+def test_names_to_be_aborted_are_looked_for_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mamba_eagle.server.apis.sse.TURN_SECONDS", 0.0)
+    asked: list[str | None] = []
+    seen: list[int] = []
+
+    async def abort(name: str | None) -> int:
+        if not asked:
+            asyncio.get_running_loop().call_soon(lambda: seen.append(len(asked)))
+        asked.append(name)
+        return 0
+
+    async def test() -> None:
+        async with serving(silent) as server:
+            monkeypatch.setattr(server.manager, "abort", abort)
+            names = [str(number) for number in range(1000)]
+            reply = await server.post("/abort_requests", request_ids=names)
+            assert reply.json() == {"status": "aborted", "aborted": 0}
+            assert asked == names and seen[0] < 1000
+
+    run(test())

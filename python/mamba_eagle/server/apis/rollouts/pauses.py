@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.core import MEMORY_TAGS, shown
 from mamba_eagle.message import ChangeModel, Continue, Pause, PauseMode
 from mamba_eagle.server.apis.rollouts.group import CHANGE_SECONDS, finish
+from mamba_eagle.server.apis.sse import Turn
 from mamba_eagle.server.bodies import kinds
 from mamba_eagle.server.bodies.kinds import Body, read, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
@@ -88,7 +89,10 @@ async def abort_requests(request: Request, state: Operated) -> Response:
     """They end with finish reason abort and the tokens so far; nothing is paused."""
     body = await state.bodies.read(request, lambda values: read(AbortsBody, values))
     names = [None] if body.request_ids is None else body.request_ids
-    count = sum([await state.manager.abort(name) for name in names])
+    count, turn = 0, Turn()
+    for name in names:
+        await turn.give_up_if_long()
+        count += await state.manager.abort(name)
     return json_response({"status": "aborted", "aborted": count})
 
 
