@@ -350,6 +350,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}},
         "form cannot be read",
     ),
+    (
+        {"content": b"x", "headers": {"content-type": f"{FORM}; b=" + ";" * 2000}},
+        "comes as multipart/form-data",
+    ),
     # character sets of Python's that take seconds, or give halves of surrogate pairs
     *(
         ({"content": b"x", "headers": {"content-type": f"{FORM}; charset{charset}"}}, "in UTF-8")
