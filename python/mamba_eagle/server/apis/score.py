@@ -53,7 +53,8 @@ router = APIRouter()
 @router.post("/v1/score", openapi_extra=takes(ScoreBody))
 async def score(request: Request, state: State) -> Response:
     """How likely each of ``label_token_ids`` is to follow each of ``items`` behind ``query``."""
-    job = await state.read(request, parse_score)
+    # In a thread however short it is: a short query may become the beginning of thousands of texts.
+    job = await state.read(request, parse_score, is_chat=True)
     if not job.prompts:
         return json_response(await _reply(job, []))
     state.submit(job)

@@ -146,13 +146,11 @@ def limit_prompts(value: Any, name: str, what: str = "prompts", most: int = MAX_
 
 def limit_shared(shared: str | list[int], count: int, name: str) -> None:
     """shared: a part of each of ``count`` prompts, which are made together. Raises: RequestError"""
-    is_text = isinstance(shared, str)
-    most = MAX_PROMPT_TOKENS * (CHARACTERS_PER_TOKEN if is_text else 1)
-    if len(shared) * count > most:
-        what = "characters" if is_text else "tokens"
+    if len(shared) * count > MAX_PROMPT_TOKENS:
+        what = "characters" if isinstance(shared, str) else "tokens"
         raise RequestError(
             f"{name}: its {len(shared)} {what} in each of {count} prompts are more than the limit "
-            f"of {most} together: send fewer prompts at a time",
+            f"of {MAX_PROMPT_TOKENS} together: send fewer prompts at a time",
             param=name,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,25 @@ def test_others_are_served_while_many_labels_are_weighed() -> None:
     run(test())
 
 
+def test_short_bodies_are_read_in_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of 2,000 characters before 500 items is a million of text."""
+    threads, encode_all = [], TextTokenizer.encode_all
+
+    def noted(*own: Any) -> Any:
+        threads.append(threading.current_thread())
+        return encode_all(*own)
+
+    monkeypatch.setattr(TextTokenizer, "encode_all", noted)
+
+    async def test() -> None:
+        async with serving(says("z")) as server:
+            reply = await server.post(PATH, query="ab", items=["c"], label_token_ids=LABELS)
+            assert reply.status_code == 200 and threads
+            assert threading.main_thread() not in threads
+
+    run(test())
+
+
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"items": None}, ["items = null", "strings"]),
     ({"items": ["a", 5]}, ["items = ", "strings"]),
@@ -72,7 +92,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"items": [""]}, ["items[0]", "empty"]),
     ({"items": ["a"] * 4097}, ["items: 4097 prompts", "4096"]),
     ({"items": ["x" * 99]}, ["items[0]", "63"]),
-    ({"items": ["a"] * 4096, "query": "a" * 8193}, ["query: its 8193 characters", "4096 prompts"]),
+    ({"items": ["a"] * 4096, "query": "a" * 1025}, ["query: its 1025 characters", "4096 prompts"]),
     ({"query": [5]}, ["query = [5]", "string"]),
     ({"items": [[5]], "query": "a"}, ['query = "a"', "token ids"]),
     ({"label_token_ids": None}, ["label_token_ids = null"]),
