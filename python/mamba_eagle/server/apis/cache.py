@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.limits import MAX_PIN_SECONDS, MAX_RID_LENGTH, MAX_SHOWN
 from mamba_eagle.message import CacheNode, CloseSession, OpenSession
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.kinds import Body, needs, says, takes
+from mamba_eagle.server.bodies.kinds import Body, count_in_address, needs, says, takes
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import need_admin
 from mamba_eagle.server.state import ServerState, State, answered
@@ -54,10 +54,9 @@ async def cache(request: Request, state: State) -> Response:
     """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
     adds the beginning of each one's text, and takes the admin key."""
     given = request.query_params.get("nodes", str(DEFAULT_NODES))
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) <= MAX_NODES):
-        raise RequestError.about("nodes", given, f"must be 0 to {MAX_NODES}")
+    nodes = count_in_address("nodes", given, 0, MAX_NODES)
     with_text = _wants_text(request, state)
-    reply = await state.ask(int(given), MAX_TEXT_TOKENS if with_text else 0)
+    reply = await state.ask(nodes, MAX_TEXT_TOKENS if with_text else 0)
     found = reply.state
     counts = {
         group: {own: int(found[name]) for own, name in names.items()}

@@ -416,6 +416,14 @@ class _OfModel(Kind):
         return self.describe(handler(self.model.__pydantic_core_schema__))
 
 
+def count_in_address(name: str, given: str, least: int, most: int) -> int:
+    """A number of an address's query. Raises: RequestError 400"""
+    is_count = given.isascii() and given.isdigit() and len(given) < 10
+    if not (is_count and least <= int(given) <= most):
+        raise RequestError.about(name, given, f"must be {least} to {most}")
+    return int(given)
+
+
 _Place = tuple[Any, str] | None  # that of what it is in, and the end of its own path
 
 

@@ -14,7 +14,15 @@ from mamba_eagle.limits import MAX_FILE_BYTES, MAX_PAGE, MAX_SHOWN
 from mamba_eagle.server.apis.batches.batch import Batch, BatchStore, StoredFile
 from mamba_eagle.server.apis.batches.lines import URLS
 from mamba_eagle.server.bodies import kinds
-from mamba_eagle.server.bodies.kinds import Body, Metadata, Text, needs, says, takes
+from mamba_eagle.server.bodies.kinds import (
+    Body,
+    Metadata,
+    Text,
+    count_in_address,
+    needs,
+    says,
+    takes,
+)
 from mamba_eagle.server.bodies.reception import READABLE_CHARSETS, client_left
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.http.auth import key_of
@@ -159,15 +167,13 @@ async def cancel(request: Request, id: str) -> Response:
 
 def _page(request: Request, found: Sequence[Batch | StoredFile]) -> Response:
     """A part of a list, as OpenAI's clients go through it."""
-    given = request.query_params.get("limit", "100")
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and 0 < int(given) <= MAX_PAGE):
-        raise RequestError.about("limit", given, f"must be 1 to {MAX_PAGE}")
+    limit = count_in_address("limit", request.query_params.get("limit", "100"), 1, MAX_PAGE)
     ids = [one.id for one in found]
     after = request.query_params.get("after")
     if after is not None and after not in ids:
         raise RequestError.about("after", after, "there is no such id")
     begin = ids.index(after) + 1 if after is not None else 0
-    page = found[begin : begin + int(given)]
+    page = found[begin : begin + limit]
     return json_response(
         {
             "object": "list",
