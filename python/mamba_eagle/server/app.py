@@ -59,8 +59,8 @@ def get(path: str) -> Callable[[Handler], Handler]:
 
 def plain(scope: Scope, root_path: str) -> None:
     """A trailing slash, or --root-path in front, makes no difference. Cookies are left out: FastAPI
-    would read them for each route, and Python takes 10 s for a quoted one of 64 KiB
-    (CVE-2024-7592)."""
+    would read them for each route, and Python before 3.11.10 takes 0.6 s for a quoted one of 16 KiB
+    and 16 times that for 64 (CVE-2024-7592)."""
     scope["headers"] = [one for one in scope["headers"] if one[0] != b"cookie"]
     path = scope["path"]
     if root_path and f"{path}/".startswith(f"{root_path}/"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from forms import DEVICE, GPU, all_in_the_interpreter, runs_kernels
@@ -26,22 +28,22 @@ def test_products_are_right(n: int, rows: int, columns: int, has_bias: bool) -> 
     """Inputs may be a view of wider rows, and results may have a place."""
     from mamba_eagle.kernels.linear.triton import linear
 
-    x, weight = normal(n, columns + 16)[:, :columns], normal(rows, columns, seed=1)
-    bias = normal(rows, seed=2) if has_bias else None
-    wanted = naive.linear(x, weight, bias)
-    found = linear(x, weight, bias)
-    assert (found.double() - wanted).norm() < 5e-3 * wanted.norm()  # the interpreter truncates
-    place = torch.full_like(found, float("nan"))
-    assert linear(x, weight, bias, place) is place and torch.equal(place, found)
+    check_product(linear, n, rows, columns, has_bias)
 
 
 @runs_kernels
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("n, rows, columns", [(1, 1, 16), (4, 96, 336), (7, 5, 80)], ids=str)
 def test_products_of_few_rows_are_right(n: int, rows: int, columns: int, has_bias: bool) -> None:
-    """A row's bits are the same among any others."""
     from mamba_eagle.kernels.linear.triton_rows import linear
 
+    check_product(linear, n, rows, columns, has_bias)
+
+
+def check_product(
+    linear: Callable[..., Tensor], n: int, rows: int, columns: int, has_bias: bool
+) -> None:
+    """And that a row's bits are the same among any others."""
     x, weight = normal(n, columns + 16)[:, :columns], normal(rows, columns, seed=1)
     bias = normal(rows, seed=2) if has_bias else None
     wanted = naive.linear(x, weight, bias)
